@@ -1,0 +1,69 @@
+// The ranks that train together. A rank is a thread of one process, or a process.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace zshard {
+
+namespace comm {
+class Group;
+}
+
+/// One axis of the mesh that the ranks form; the product of all sizes is the world size. Outermost
+/// first.
+struct MeshAxis {
+  std::string name;
+  int size = 1;
+};
+
+/// One rank's handle to its group. Copies refer to the same rank. Calls are collective: every rank
+/// makes the same ones in the same order, from one thread at a time; a different call, size or root
+/// is a CommError on every rank that names both. A rank that is gone or slower than the deadline is
+/// a CommError that names it.
+class ProcessGroup {
+ public:
+  /// The group that the launcher's environment describes; without a launcher a group of one rank.
+  static ProcessGroup from_environment();
+  /// A group of one rank.
+  static ProcessGroup single();
+
+  [[nodiscard]] int rank() const;
+  [[nodiscard]] int size() const;
+
+  /// all[r * mine.size() ... ) = rank r's `mine`. Throws UsageError if all.size() != size() *
+  /// mine.size().
+  void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) const;
+  /// Copies root's bytes to every rank.
+  void broadcast(std::span<std::byte> data, int root) const;
+  /// Returns when every rank has called it.
+  void barrier() const;
+
+  /// The same ranks seen as a mesh. One axis of the world's size is served; several axes are a
+  /// UsageError in this version.
+  [[nodiscard]] ProcessGroup mesh(std::vector<MeshAxis> axes) const;
+  [[nodiscard]] const std::vector<MeshAxis>& axes() const;
+
+  explicit ProcessGroup(std::shared_ptr<comm::Group> group);
+  [[nodiscard]] const std::shared_ptr<comm::Group>& implementation() const { return group_; }
+
+ private:
+  std::shared_ptr<comm::Group> group_;
+  std::vector<MeshAxis> axes_;
+};
+
+/// Settings of run_ranks.
+struct RunOptions {
+  double deadline_seconds = 600.0;  ///< how long a collective waits for a slow rank
+};
+
+/// Runs fn(group) on n threads, one a rank, and returns when all have ended. If ranks threw,
+/// rethrows the error that came first in time: the cause, not the CommErrors it caused on the
+/// others. Throws UsageError if n < 1 or n > 1024.
+void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions options = {});
+
+}  // namespace zshard

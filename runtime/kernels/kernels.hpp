@@ -1,0 +1,58 @@
+// Element loops. Each gives the same bits wherever an element lies and however a range is cut. Pure
+// functions on caller's memory: no allocation, no locks, no globals; they never throw. Counts are
+// elements.
+#pragma once
+
+#include <cstdint>
+
+#include "zshard/types.hpp"
+
+namespace zshard::kernels {
+
+// -- conversions (rounding.cpp): to nearest even; NaN keeps sign and upper payload and becomes
+// quiet --
+std::uint16_t bf16_nearest(float x);
+float bf16_float(std::uint16_t h);
+std::uint16_t f16_nearest(float x);
+float f16_float(std::uint16_t h);
+/// fp32 -> bf16 rounded ties away, and the low half that rebuilds it.
+void remainder_publish(float x, std::uint16_t* published, std::uint16_t* low);
+float remainder_rebuild(std::uint16_t published, std::uint16_t low);
+std::uint16_t bf16_stochastic(float x, std::uint32_t random16);
+
+/// dst[i] = fp32 of src[i]. dtype is src's.
+void widen(const void* src, DType dtype, float* dst, std::int64_t count);
+/// dst[i] = src[i] in dtype, nearest even.
+void narrow(const float* src, DType dtype, void* dst, std::int64_t count);
+/// x[i] = fp32 of (x[i] in dtype): what the wire does to a value.
+void round_trip(float* x, DType dtype, std::int64_t count);
+
+// -- sums (sums.cpp) --
+inline constexpr std::int64_t kSquareBlock = 1024;
+/// acc[i] += chain over ranks of wire(sources[r][i]); a null source gives +0.0. sources are of
+/// `dtype`, rounded to `wire` first; in groups of `group` consecutive ranks, then over the partials
+/// (group 0: one group). Each chain starts from its first term.
+void reduce_add(const void* const* sources, int ranks, DType dtype, DType wire, int group,
+                float* acc, std::int64_t count);
+/// buffer[i] += fp32 of gradient[i].
+void accumulate(const void* gradient, DType dtype, float* buffer, std::int64_t count);
+
+struct Squares {
+  std::int64_t non_finite = 0;
+  std::int64_t first = -1;  // index of the first element that is not finite
+};
+/// Sums of squares of values[0, count) in blocks of 1024, fp64, one a block into blocks[]; and the
+/// non-finite count.
+Squares block_squares(const float* values, std::int64_t count, double* blocks);
+
+// -- random numbers (philox.cpp): Philox4x32-10 --
+std::uint64_t fnv1a64(const void* data, std::size_t bytes);
+std::uint64_t philox_key(std::uint64_t seed, const char* name, std::size_t length);
+void philox4x32(const std::uint32_t counter[4], std::uint64_t key, std::uint32_t out[4]);
+/// 16 random bits of an element.
+std::uint32_t random16(std::uint64_t key, std::uint64_t step, std::uint64_t index);
+/// [-0.5, 0.5) in steps of 2^-24, for elements first, first + 1, ...
+void uniform(std::uint64_t key, std::uint64_t step, std::uint64_t first, float* out,
+             std::int64_t count);
+
+}  // namespace zshard::kernels
