@@ -24,6 +24,9 @@
 namespace zshard {
 
 class Engine;
+namespace engine {
+class Core;
+}
 
 /// Addresses of one parameter, as on_bind reports them. Both are null once the last guard of the
 /// unit is gone.
@@ -72,10 +75,11 @@ class Guard {
 
  private:
   friend class Engine;
-  Guard(Engine* engine, UnitId unit, Pass pass);
-  Engine* engine_ = nullptr;
+  Guard(std::shared_ptr<engine::Core> core, UnitId unit, Pass pass);
+  std::shared_ptr<engine::Core> core_;  // an engine that goes first leaves a guard that only throws
   UnitId unit_;
   Pass pass_ = Pass::forward;
+  GradientMode mode_ = GradientMode::accumulate;
   int exceptions_ = 0;
 };
 
@@ -109,13 +113,13 @@ class MicroSteps {
     MicroStep operator*() const;
     Iterator& operator++();
     friend bool operator==(const Iterator& i, std::default_sentinel_t) {
-      return i.engine_ == nullptr;
+      return i.core_ == nullptr;
     }
 
    private:
     friend class MicroSteps;
-    explicit Iterator(Engine* engine) : engine_(engine) {}
-    Engine* engine_;
+    explicit Iterator(engine::Core* core) : core_(core) {}
+    engine::Core* core_;
   };
   MicroSteps(const MicroSteps&) = delete;
   MicroSteps& operator=(const MicroSteps&) = delete;
@@ -125,8 +129,8 @@ class MicroSteps {
 
  private:
   friend class Engine;
-  explicit MicroSteps(Engine* engine);
-  Engine* engine_;
+  explicit MicroSteps(std::shared_ptr<engine::Core> core);
+  std::shared_ptr<engine::Core> core_;
   int exceptions_;
 };
 
@@ -229,7 +233,8 @@ class Engine {
   [[nodiscard]] Guard recompute(UnitId unit, StreamHandle stream = {});
   [[nodiscard]] Guard backward(UnitId unit, StreamHandle stream = {});
   /// The same as plain calls, for autograd engines.
-  void acquire(UnitId unit, Pass pass, StreamHandle stream = {});
+  /// acquire returns how the loop writes the gradients of this use (backward only).
+  GradientMode acquire(UnitId unit, Pass pass, StreamHandle stream = {});
   void commit(UnitId unit, StreamHandle stream = {});
   void release(UnitId unit, Pass pass, StreamHandle stream = {});
   /// This rank uses nothing more of the unit in this micro-step.
@@ -292,10 +297,8 @@ class Engine {
   [[nodiscard]] std::string describe(const NonFinite& place) const;
 
  private:
-  friend class Guard;
-  friend class MicroSteps;
-  class Implementation;
-  std::unique_ptr<Implementation> implementation_;
+  Guard guard(UnitId unit, Pass pass, StreamHandle stream);
+  std::shared_ptr<engine::Core> core_;
 };
 
 }  // namespace zshard

@@ -42,7 +42,7 @@ class MemoryPlan {
   [[nodiscard]] std::int64_t bytes(Category category) const;
   /// Bytes that the arenas of a tier take: each category rounded up to 2 MiB.
   [[nodiscard]] std::int64_t arena_bytes(Tier tier) const;
-  /// Over all tiers but nvme.
+  /// Bytes that the arenas take over all tiers but nvme.
   [[nodiscard]] std::int64_t memory_bytes() const;
 
   void add(Category category, Tier tier, std::int64_t count) {

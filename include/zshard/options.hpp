@@ -28,7 +28,7 @@ struct OffloadOptions {
 /// and command line.
 struct EngineOptions {
   Stage stage = Stage::parameters;
-  OffloadOptions offload;
+  OffloadOptions offload{};
   std::optional<std::int64_t>
       gather_budget{};  ///< for gathered parameters at stage 3; unset: all units at once
   int look_ahead = 1;   ///< positions gathered ahead
@@ -45,7 +45,9 @@ struct EngineOptions {
   std::optional<std::int64_t> device_budget{};  ///< refuse to start above it
   std::optional<std::int64_t> host_budget{};    ///< refuse to start above it
   double deadline_seconds = 600.0;              ///< how long a collective waits for a slow rank
-  int threads = 0;  ///< threads of the element kernels; 0: cores / ranks
+  int threads = 0;                  ///< threads of the element kernels; 0: cores / ranks
+  bool inline_queues = false;       ///< run collectives on the calling thread, not on own queues
+  int test_delay_microseconds = 0;  ///< for tests: random pause of up to this before a collective
   bool poison_slots =
       false;  ///< fill freed slots and gradient padding with NaN: finds reads of stale memory
 };

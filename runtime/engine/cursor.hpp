@@ -5,11 +5,14 @@
 // 4).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "runtime/engine/latest_cover.hpp"
 #include "runtime/engine/schedule.hpp"
 
 namespace zshard::engine {
@@ -55,7 +58,8 @@ class Cursor {
   // -- ranges --
   void micro_steps(std::int32_t n);
   void evaluation_passes(std::int32_t n);
-  /// False at the end of the range; the micro-step before it is finished first.
+  /// False at the end of the range, and from then on until step; the micro-step before it is
+  /// finished first.
   bool next_micro_step();
 
   // -- positions --
@@ -84,8 +88,9 @@ class Cursor {
   [[nodiscard]] std::int32_t n() const;
   [[nodiscard]] std::int64_t step_count() const;
   void set_step_count(std::int64_t step);  // outside a range
-  /// The position by which a unit is held, or served behind the cursor: -1 if it is not. behind:
-  /// position is of the cursor.
+  /// Counts the unit as used since the last step: its gradient was set from outside.
+  void touch(UnitId unit) { touched_[static_cast<std::size_t>(unit.value)] = 1; }
+  /// A position of the unit is held, or the unit is served behind the cursor.
   [[nodiscard]] bool held(UnitId unit) const;
   /// The held backward position of a unit, -1 if none.
   [[nodiscard]] std::int32_t held_backward(UnitId unit) const;
@@ -102,7 +107,83 @@ class Cursor {
   [[nodiscard]] const Schedule& schedule() const;     // of the present range
 
  private:
-  // the implementation's members
+  /// A position that is held. Commits are counted here, since only a held one can commit.
+  struct Held {
+    std::int32_t position = 0;
+    std::int32_t holds = 0;
+    std::int32_t due = 0;  // backward holds that have not committed yet
+  };
+
+  /// Where a (unit, pass) stands in a program: sorted positions, found by binary search.
+  class PositionIndex {
+   public:
+    PositionIndex() = default;
+    explicit PositionIndex(const Schedule& schedule);
+    /// The first position at or after `from`; -1: none.
+    [[nodiscard]] std::int32_t find(UnitId unit, Pass pass, std::int32_t from) const;
+
+   private:
+    std::vector<std::int32_t> positions_;  // by (unit, pass), then ascending
+    std::vector<std::size_t> begin_;       // per (unit, pass); one more at the end
+  };
+
+  void begin_range(std::int32_t n, const Schedule* schedule);
+  void reset_micro_step();
+  void finish_micro_step();
+  void issue(const Item& item);
+  void pump();
+  void wait(Queue queue, std::uint64_t count);
+  void hold(std::int32_t position);
+  void serve_behind(UnitId unit, Pass pass);
+  void pass_flagged();
+  void check_unit(UnitId unit, std::string_view call) const;
+  void check_micro_step(std::string_view call, UnitId unit) const;
+  void check_committed() const;
+  void check_released(std::int64_t target) const;
+  [[nodiscard]] bool needs_commit(std::int32_t position) const;
+  [[nodiscard]] bool blocks_reduction(std::int32_t position) const;
+  [[nodiscard]] std::int32_t first_held() const;
+  [[nodiscard]] Held* find_held(UnitId unit, Pass pass);
+  [[nodiscard]] const Position& at(std::int32_t position) const;
+  [[nodiscard]] std::string name(UnitId unit) const;
+  [[nodiscard]] std::string describe(std::int32_t position) const;
+  [[nodiscard]] std::string where() const;
+
+  const Schedule* training_;
+  const Schedule* evaluation_;
+  bool reduces_always_;  // false: accumulation `local`
+  CursorSink* sink_;
+  PositionIndex training_index_;
+  PositionIndex evaluation_index_;
+
+  const Schedule* schedule_;  // of the present range
+  bool in_range_ = false;
+  bool stepping_ = false;  // between begin_step and end_step
+  std::int32_t n_ = 0;
+  std::int32_t micro_ = -1;
+  std::uint64_t range_ = 0;
+  std::int64_t step_count_ = 0;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t served_behind_ = 0;
+  std::uint64_t gathers_ = 0;     // issued so far
+  std::uint64_t reductions_ = 0;  // likewise, votes included
+
+  std::vector<std::uint64_t> last_gather_;  // per unit: gathers issued up to its latest one
+  LatestCover gradient_readers_;            // the latest reduction of each place of gradient memory
+
+  // of the present micro-step
+  std::int32_t cursor_ = 0;           // first position not yet passed
+  std::size_t next_item_ = 0;         // first item not issued
+  bool reduces_ = true;               // false: gradients stay local
+  std::vector<Held> held_;            // in the order of acquiring
+  std::vector<char> acquired_;        // per position
+  std::vector<char> committed_;       // per position
+  std::int32_t forgotten_ = -1;       // first position released without commit
+  std::vector<char> flagged_;         // per unit: declared skipped
+  std::vector<std::int32_t> behind_;  // per unit: holds served behind the cursor
+  std::int32_t units_behind_ = 0;     // units with such holds
+  std::vector<char> written_;         // per unit: its gradient buffer has a contribution
+  std::vector<char> touched_;         // per unit, since the last step
 };
 
 }  // namespace zshard::engine

@@ -6,8 +6,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "runtime/engine/residency.hpp"
 #include "runtime/shard/layout.hpp"
 #include "zshard/model_spec.hpp"
 #include "zshard/types.hpp"
@@ -48,9 +50,8 @@ struct Schedule {
   std::vector<Item> later;
   std::vector<std::int64_t> first_address;  // offset in the gather arena per position, -1: none
   std::vector<std::int64_t> later_address;
-  std::vector<std::vector<std::int32_t>>
-      first_inside;  // per position, units that may be served behind the cursor
-  std::vector<std::vector<std::int32_t>> later_inside;
+  Residents first_inside;  // units that may be served behind the cursor, and where they lie
+  Residents later_inside;
   std::vector<std::int64_t>
       gradient_offset;  // per unit, in the gradient slots; -1 below stage 2 and for untrained units
   std::int64_t gradient_arena = 0;  // bytes
@@ -62,12 +63,18 @@ struct Schedule {
   [[nodiscard]] const std::vector<Item>& items(int micro) const {
     return micro == 0 ? first : later;
   }
+  [[nodiscard]] const std::vector<std::int64_t>& address(int micro) const {
+    return micro == 0 ? first_address : later_address;
+  }
+  [[nodiscard]] const Residents& inside(int micro) const {
+    return micro == 0 ? first_inside : later_inside;
+  }
   [[nodiscard]] std::string text() const;
 };
 
 /// Throws UsageError if a unit with trained parameters has no backward position, a budget is too
-/// small, a position names no unit, a backward position precedes every forward one of its
-/// unit's..., hold < 1, look_ahead < 0, behind < 0.
+/// small, a position names no unit, hold < 1, look_ahead < 0 or behind < 0. Options larger than the
+/// program is long act as its length.
 Schedule make_schedule(const shard::Layout& layout, const std::vector<Position>& program,
                        const ScheduleOptions& options);
 

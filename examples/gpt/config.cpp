@@ -1,0 +1,132 @@
+#include "config.hpp"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+
+namespace gpt {
+namespace {
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw ConfigError(message);
+}
+
+void require_whole(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
+  require(least <= value && value <= most, std::string(name) + " is " + std::to_string(value) +
+                                               ", must be " + std::to_string(least) + " to " +
+                                               std::to_string(most));
+}
+
+void require_number(const char* name, double value, double least, double most) {
+  require(least <= value && value <= most,  // false for NaN
+          std::string(name) + " is " + CLI::detail::to_string(value) + ", must be " +
+              CLI::detail::to_string(least) + " to " + CLI::detail::to_string(most));
+}
+
+}  // namespace
+
+void check(const Config& config) {
+  const ModelShape& shape = config.shape;
+  require_whole("--layers", shape.layers, 1, 1024);
+  require_whole("--heads", shape.heads, 1, 1024);
+  require_whole("--width", shape.width, 1, 1 << 16);
+  require_whole("--context", shape.context, 1, 1 << 16);
+  require_whole("--vocab", shape.vocab, 256, 1 << 24);
+  require(shape.width % shape.heads == 0, "--width is " + std::to_string(shape.width) +
+                                              ", must be a multiple of --heads, " +
+                                              std::to_string(shape.heads));
+  require_whole("--batch", config.batch, 1, 1 << 20);
+  require_whole("--accumulation", config.accumulation, 1, 1 << 20);
+  require_whole("--steps", config.steps, 0, 1'000'000'000);
+  std::int64_t tokens = 0;
+  require(!__builtin_mul_overflow(config.tokens_per_step(), config.steps, &tokens),
+          "--steps * --batch * --accumulation * --context must be less than 2^63 tokens");
+  require_number("--lr", config.lr, 0.0, 1e6);
+  require_number("--min-lr", config.min_lr, 0.0, config.lr);
+  require_whole("--warmup", config.warmup, 0, 1'000'000'000);
+  require_number("--beta1", config.beta1, 0.0, 0.999999);
+  require_number("--beta2", config.beta2, 0.0, 0.99999999);
+  require_number("--weight-decay", config.weight_decay, 0.0, 1e6);
+  require_number("--clip", config.clip, 0.0, 1e30);
+  require_whole("--eval-interval", config.eval_interval, 0, 1'000'000'000);
+  require_number("--val-fraction", config.val_fraction, 0.0, 0.999999);
+  if (config.ranks) require_whole("--ranks", *config.ranks, 1, 1024);
+  zshard::validate(config.engine);
+}
+
+std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
+  Config config;
+  zshard::apply_option_environment(config.engine);
+  std::optional<double> min_lr;
+  std::string dtype = "f32";
+  std::string order = "random";
+  std::string stage;
+  std::string optimizer_tier;
+  std::string gather_budget;
+
+  CLI::App app("Trains a GPT-2 shaped byte-level language model with zshard.\n", "gpt");
+  app.footer(
+      "Options of the engine, see docs/options.md, are taken as --name or --zshard-name; the "
+      "engine's own --accumulation as --zshard-accumulation only.");
+  app.allow_extras();
+  app.option_defaults()->always_capture_default();
+  ModelShape& shape = config.shape;
+  app.add_option("--data", config.data, "files of text, read one after another")->required();
+  app.add_option("--layers", shape.layers, "transformer blocks");
+  app.add_option("--heads", shape.heads, "attention heads of a block");
+  app.add_option("--width", shape.width, "width of the residual stream; a multiple of --heads");
+  app.add_option("--context", shape.context, "tokens of a row");
+  app.add_option("--vocab", shape.vocab,
+                 "rows of the token table, at least 256: a token is a byte, more only enlarge it");
+  app.add_option("--batch", config.batch, "rows of a micro-step over all ranks");
+  app.add_option("--accumulation", config.accumulation, "micro-steps of a step");
+  app.add_option("--steps", config.steps, "optimizer steps");
+  app.add_option("--lr", config.lr, "largest learning rate");
+  app.add_option("--min-lr", min_lr, "learning rate at the end; default lr / 10");
+  app.add_option("--warmup", config.warmup, "steps of linear warm-up");
+  app.add_option("--beta1", config.beta1, "AdamW's decay of the first moment");
+  app.add_option("--beta2", config.beta2, "AdamW's decay of the second moment");
+  app.add_option("--weight-decay", config.weight_decay, "of parameters of two or more dimensions");
+  app.add_option("--clip", config.clip, "largest global gradient norm; 0: no clipping");
+  app.add_option("--dtype", dtype, "of parameters and their gradients; arithmetic is f32")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  app.add_option("--seed", config.seed, "of the initial weights and the order of rows");
+  app.add_option("--eval-interval", config.eval_interval, "steps between validations; 0: never");
+  app.add_option("--val-fraction", config.val_fraction,
+                 "part of the text, at its end, for validation; 0: none");
+  app.add_option("--ranks", config.ranks, "threads of this process that train together");
+  app.add_option("--stage", stage, "ZeRO stage 0 to 3; default 3");
+  app.add_option("--optimizer-tier", optimizer_tier, "device or host; default device");
+  app.add_option("--gather-budget", gather_budget,
+                 "bytes a rank for gathered parameters at stage 3; default all units");
+  app.add_option("--order", order, "of rows")->check(CLI::IsMember({"random", "sequential"}));
+  app.add_option("--log", config.log, "file that gets one JSON object a step");
+  app.add_flag("--digest", config.digest, "print XXH3 of parameters and of each optimizer state");
+
+  std::reverse(arguments.begin(), arguments.end());  // CLI11 takes arguments from the end
+  try {
+    app.parse(arguments);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help();
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    throw ConfigError(error.what());
+  }
+  const std::vector<std::string> others =
+      zshard::apply_option_arguments(config.engine, app.remaining());
+  require(others.empty(), "unknown argument " + (others.empty() ? "" : others.front()) +
+                              "; --help lists what there is");
+  if (!stage.empty()) zshard::set_option(config.engine, "stage", stage);
+  if (!optimizer_tier.empty()) {
+    zshard::set_option(config.engine, "offload.optimizer", optimizer_tier);
+  }
+  if (!gather_budget.empty()) zshard::set_option(config.engine, "gather_budget", gather_budget);
+  config.dtype = dtype == "bf16" ? zshard::DType::bf16 : zshard::DType::f32;
+  config.order = order == "sequential" ? Order::sequential : Order::random;
+  config.min_lr = min_lr.value_or(config.lr / 10.0);
+  check(config);
+  return config;
+}
+
+}  // namespace gpt

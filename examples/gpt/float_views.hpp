@@ -1,0 +1,39 @@
+// fp32 pointers into the unit that a guard holds, whatever the dtype of its parameters.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "spec.hpp"
+#include "zshard/zshard.hpp"
+
+namespace gpt {
+
+/// For f32 the pointers are the engine's own. For bf16 the weights are widened into a scratch
+/// buffer, gradients are computed in another one, and store() rounds them into the engine's; each
+/// is as large as the largest unit. One guard at a time: pointers are valid until the next call.
+class FloatViews {
+ public:
+  FloatViews(const GptSpec& spec, zshard::DType dtype);
+
+  std::span<const float* const> weights(const zshard::Guard& guard, std::size_t unit);
+  /// Of a backward guard.
+  std::span<float* const> gradients(const zshard::Guard& guard, std::size_t unit);
+  /// 0 if what gradients() points to is to be overwritten, 1 if it is to be added to.
+  [[nodiscard]] float beta(const zshard::Guard& guard) const;
+  /// Brings what was written to gradients() into the engine's buffers, in the guard's mode.
+  void store(const zshard::Guard& guard, std::size_t unit);
+
+ private:
+  const GptSpec& spec_;
+  bool scratch_;
+  std::vector<std::vector<std::int64_t>> counts_;  // [unit][parameter]
+  std::vector<float> weight_scratch_;
+  std::vector<float> gradient_scratch_;
+  std::vector<const float*> weights_;
+  std::vector<float*> gradients_;
+};
+
+}  // namespace gpt

@@ -1,0 +1,56 @@
+// gpt: trains a GPT-2 shaped byte-level language model, sharded by zshard.
+//
+//   gpt --data FILE... --ranks 2 --stage 3 --optimizer-tier host --digest
+//
+// Exit code 0 after success, 2 for arguments that cannot be served (too little memory for them
+// included), 1 for everything else.
+#include <cblas.h>
+
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "config.hpp"
+#include "data.hpp"
+#include "session.hpp"
+#include "zshard/zshard.hpp"
+
+int main(int argc, char** argv) {
+  try {
+    const std::optional<gpt::Config> config =
+        gpt::parse_arguments(std::vector<std::string>(argv + 1, argv + argc));
+    if (!config) return 0;
+    const gpt::Dataset data(gpt::Dataset::read(config->data), config->val_fraction,
+                            config->shape.context);
+    openblas_set_num_threads(1);  // a rank is a thread; ranks are what runs in parallel
+    if (config->ranks) {
+      gpt::check_memory(*config, data, *config->ranks, *config->ranks);
+      zshard::run_ranks(*config->ranks, [&](const zshard::ProcessGroup& group) {
+        gpt::run_session(*config, data, group);
+      });
+    } else {
+      const zshard::ProcessGroup group = zshard::ProcessGroup::from_environment();
+      gpt::check_memory(*config, data, 1, group.size());
+      gpt::run_session(*config, data, group);
+    }
+    return 0;
+  } catch (const gpt::ConfigError& error) {
+    std::fprintf(stderr, "gpt: %s\n", error.what());
+    return 2;
+  } catch (const zshard::UsageError& error) {
+    std::fprintf(stderr, "gpt: %s\n", error.what());
+    return 2;
+  } catch (const zshard::OutOfMemory& error) {
+    std::fprintf(stderr, "gpt: %s\n", error.what());
+    return 2;
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "gpt: out of memory; use a smaller model, --batch or --ranks\n");
+    return 2;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "gpt: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,163 @@
+// A GPT-2 shaped language model: learned positions, pre-LayerNorm blocks, tanh GELU, and a head
+// tied to the token embedding. It owns its activations; parameters and gradients are pointers that
+// each call gets, valid for that call only. It knows nothing of ranks.
+//
+// Letters in shapes: R rows (sequences), T context, C width, H heads, V vocabulary.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace gpt {
+
+struct ModelShape {
+  std::int64_t layers = 4;
+  std::int64_t heads = 4;
+  std::int64_t width = 128;
+  std::int64_t context = 64;
+  std::int64_t vocab = 256;
+};
+
+/// A parameter and how it starts: normal with this deviation around this mean.
+struct ParameterInfo {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  float mean = 0.0f;
+  float deviation = 0.0f;
+};
+
+/// Parameters that are used together.
+struct UnitInfo {
+  std::string name;
+  std::vector<ParameterInfo> parameters;
+};
+
+/// "embedding", "h.0", ..., "ln_f", with the names and shapes of GPT-2's weight files. The
+/// parameters of a unit are in the order of the pointer structs below.
+std::vector<UnitInfo> unit_list(const ModelShape& shape);
+
+/// Parameters of all units.
+std::int64_t parameter_count(const ModelShape& shape);
+
+template <class Pointer>
+struct EmbeddingPointers {
+  Pointer wte;  // [V, C]
+  Pointer wpe;  // [T, C]
+
+  explicit EmbeddingPointers(std::span<const Pointer> p) : wte(p[0]), wpe(p[1]) {}
+};
+
+template <class Pointer>
+struct BlockPointers {
+  Pointer ln_1_weight;         // [C]
+  Pointer ln_1_bias;           // [C]
+  Pointer attn_c_attn_weight;  // [C, 3C]
+  Pointer attn_c_attn_bias;    // [3C]
+  Pointer attn_c_proj_weight;  // [C, C]
+  Pointer attn_c_proj_bias;    // [C]
+  Pointer ln_2_weight;         // [C]
+  Pointer ln_2_bias;           // [C]
+  Pointer mlp_c_fc_weight;     // [C, 4C]
+  Pointer mlp_c_fc_bias;       // [4C]
+  Pointer mlp_c_proj_weight;   // [4C, C]
+  Pointer mlp_c_proj_bias;     // [C]
+
+  explicit BlockPointers(std::span<const Pointer> p)
+      : ln_1_weight(p[0]),
+        ln_1_bias(p[1]),
+        attn_c_attn_weight(p[2]),
+        attn_c_attn_bias(p[3]),
+        attn_c_proj_weight(p[4]),
+        attn_c_proj_bias(p[5]),
+        ln_2_weight(p[6]),
+        ln_2_bias(p[7]),
+        mlp_c_fc_weight(p[8]),
+        mlp_c_fc_bias(p[9]),
+        mlp_c_proj_weight(p[10]),
+        mlp_c_proj_bias(p[11]) {}
+};
+
+template <class Pointer>
+struct FinalNormPointers {
+  Pointer weight;  // [C]
+  Pointer bias;    // [C]
+
+  explicit FinalNormPointers(std::span<const Pointer> p) : weight(p[0]), bias(p[1]) {}
+};
+
+using EmbeddingWeights = EmbeddingPointers<const float*>;
+using EmbeddingGradients = EmbeddingPointers<float*>;
+using BlockWeights = BlockPointers<const float*>;
+using BlockGradients = BlockPointers<float*>;
+using FinalNormWeights = FinalNormPointers<const float*>;
+using FinalNormGradients = FinalNormPointers<float*>;
+
+/// Forward and backward over a batch of rows, one unit at a time. Calls go in this order:
+///
+///   start, embedding_forward, block_forward(0 .. layers - 1), final_norm_forward, head_forward,
+///   then head_backward, final_norm_backward, block_backward(layers - 1 .. 0), embedding_backward.
+///
+/// A gradient call overwrites the gradients where `beta` is 0 and adds to them where it is 1.
+class Model {
+ public:
+  /// Takes all memory for batches of at most `max_rows` rows.
+  Model(const ModelShape& shape, std::int64_t max_rows);
+
+  /// Bytes that a Model takes; a double, because sizes that no machine has must not overflow.
+  static double bytes(const ModelShape& shape, std::int64_t max_rows);
+
+  /// Sets the batch, at least one row. Each pointer shows T + 1 bytes, which must live until the
+  /// last call of the batch: tokens 0 .. T - 1 are the input, 1 .. T the targets. A token is less
+  /// than V.
+  void start(std::span<const std::uint8_t* const> rows);
+
+  void embedding_forward(const EmbeddingWeights& w);
+  void block_forward(std::int64_t layer, const BlockWeights& w);
+  void final_norm_forward(const FinalNormWeights& w);
+  /// Returns the cross entropy summed over all targets. The gradient that starts the backward pass
+  /// is that of the same sum, times loss_scale.
+  double head_forward(const EmbeddingWeights& w, double loss_scale = 1.0);
+
+  /// The head uses wte only; wpe gets zeros where gradients are overwritten.
+  void head_backward(const EmbeddingWeights& w, const EmbeddingGradients& g, float beta);
+  void final_norm_backward(const FinalNormWeights& w, const FinalNormGradients& g, float beta);
+  void block_backward(std::int64_t layer, const BlockWeights& w, const BlockGradients& g,
+                      float beta);
+  void embedding_backward(const EmbeddingGradients& g, float beta);
+
+ private:
+  // What the backward pass of a block needs again.
+  struct BlockActivations {
+    std::vector<float> input;                 // [R, T, C]
+    std::vector<float> ln_1;                  // [R, T, C]
+    std::vector<float> ln_1_mean, ln_1_istd;  // [R, T]
+    std::vector<float> qkv;                   // [R, T, 3C]
+    std::vector<float> probabilities;         // [R, H, T, T]
+    std::vector<float> attention;             // [R, T, C]
+    std::vector<float> middle;                // [R, T, C], the residual stream between the halves
+    std::vector<float> ln_2;                  // [R, T, C]
+    std::vector<float> ln_2_mean, ln_2_istd;  // [R, T]
+    std::vector<float> fc;                    // [R, T, 4C], before GELU
+    std::vector<float> gelu;                  // [R, T, 4C]
+  };
+
+  [[nodiscard]] std::int64_t tokens() const;  // R T
+  [[nodiscard]] std::vector<float>& block_output(std::int64_t layer);
+
+  ModelShape shape_;
+  std::int64_t max_rows_;
+  std::vector<const std::uint8_t*> rows_;
+  std::vector<BlockActivations> blocks_;
+  std::vector<float> output_;                 // [R, T, C], of the last block
+  std::vector<float> ln_f_;                   // [R, T, C]
+  std::vector<float> ln_f_mean_, ln_f_istd_;  // [R, T]
+  std::vector<float> logits_;                 // [R, T, V], then their gradient
+  std::vector<float> d_residual_;             // [R, T, C], of the residual stream
+  std::vector<float> d_narrow_;               // [R, T, C]
+  std::vector<float> d_wide_;                 // [R, T, 4C]
+  std::vector<float> d_scores_;               // [T, T]
+};
+
+}  // namespace gpt

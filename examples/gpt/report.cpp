@@ -1,0 +1,184 @@
+#include "report.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+namespace gpt {
+namespace {
+
+using zshard::Category;
+using zshard::MemoryPlan;
+using zshard::Tier;
+
+// One line for each category and tier that any of the plans uses, one column a plan, and the sums.
+std::string plan_table(const std::string& title, const std::vector<std::string>& heads,
+                       const std::vector<std::optional<MemoryPlan>>& plans) {
+  std::string text = fmt::format("{:<32}", title);
+  for (const std::string& head : heads) text += fmt::format("{:>16}", head);
+  text += '\n';
+  const auto line = [&](const std::string& name, auto bytes_of) {
+    std::string cells;
+    bool used = false;
+    for (const auto& plan : plans) {
+      const std::int64_t bytes = plan ? bytes_of(*plan) : 0;
+      used = used || bytes != 0;
+      cells += plan ? fmt::format("{:>16}", bytes) : fmt::format("{:>16}", "-");
+    }
+    if (used) text += fmt::format("{:<32}{}\n", name, cells);
+  };
+  for (int category = 0; category < zshard::kCategories; ++category) {
+    for (int tier = 0; tier < zshard::kTiers; ++tier) {
+      const auto c = static_cast<Category>(category);
+      const auto t = static_cast<Tier>(tier);
+      line(fmt::format("{} ({})", to_string(c), to_string(t)),
+           [&](const MemoryPlan& plan) { return plan.bytes(c, t); });
+    }
+  }
+  for (int tier = 0; tier < zshard::kTiers; ++tier) {
+    const auto t = static_cast<Tier>(tier);
+    line(fmt::format("arenas ({})", to_string(t)),
+         [&](const MemoryPlan& plan) { return plan.arena_bytes(t); });
+  }
+  line("memory", [](const MemoryPlan& plan) { return plan.memory_bytes(); });
+  return text;
+}
+
+}  // namespace
+
+std::string memory_table(const zshard::Engine& engine, const zshard::ProcessGroup& group) {
+  // A ledger travels as its numbers.
+  constexpr std::size_t kCells = zshard::kCategories * zshard::kTiers;
+  const MemoryPlan mine = engine.ledger();
+  std::vector<std::int64_t> cells(kCells);
+  for (std::size_t i = 0; i < kCells; ++i) {
+    cells[i] = mine.bytes(static_cast<Category>(i / zshard::kTiers),
+                          static_cast<Tier>(i % zshard::kTiers));
+  }
+  std::vector<std::int64_t> all(kCells * static_cast<std::size_t>(group.size()));
+  group.all_gather(std::as_bytes(std::span(cells)), std::as_writable_bytes(std::span(all)));
+
+  std::vector<std::string> heads = {"plan"};
+  std::vector<std::optional<MemoryPlan>> plans = {engine.plan()};
+  for (int rank = 0; rank < group.size(); ++rank) {
+    heads.push_back(fmt::format("rank {}", rank));
+    MemoryPlan& ledger = plans.emplace_back(MemoryPlan()).value();
+    for (std::size_t i = 0; i < kCells; ++i) {
+      ledger.add(static_cast<Category>(i / zshard::kTiers), static_cast<Tier>(i % zshard::kTiers),
+                 all[static_cast<std::size_t>(rank) * kCells + i]);
+    }
+  }
+  return plan_table("memory, bytes", heads, plans);
+}
+
+std::string stage_table(const Config& config, int world) {
+  const GptSpec spec = make_spec(config);
+  std::vector<std::string> heads;
+  std::vector<std::optional<MemoryPlan>> plans;
+  for (int stage = 0; stage <= 3; ++stage) {
+    zshard::EngineOptions options = config.engine;
+    options.stage = static_cast<zshard::Stage>(stage);
+    heads.push_back(
+        fmt::format("stage {}{}", stage, options.stage == config.engine.stage ? "*" : ""));
+    try {
+      plans.emplace_back(plan_memory(spec.model, make_optimizer(config), world, options));
+    } catch (const zshard::UsageError&) {
+      plans.emplace_back();  // a tier that this stage does not serve
+    }
+  }
+  return plan_table(fmt::format("bytes of one rank of {}", world), heads, plans);
+}
+
+std::string digest_lines(Trainer& trainer, const Config& config) {
+  zshard::Engine& engine = trainer.engine();
+  std::map<std::string, std::int64_t> counts;  // in order of names
+  for (const zshard::UnitSpec& unit : engine.spec().units()) {
+    for (const zshard::ParameterSpec& parameter : unit.parameters) {
+      counts[parameter.name] = parameter.count();
+    }
+  }
+  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state(XXH3_createState(),
+                                                                              &XXH3_freeState);
+  std::vector<float> chunk(1 << 16);
+  std::string text;
+  const auto digest = [&](const std::string& what, auto read) {
+    XXH3_64bits_reset(state.get());
+    for (const auto& [name, count] : counts) {
+      for (std::int64_t first = 0; first < count;) {
+        const auto length =
+            std::min<std::int64_t>(count - first, static_cast<std::int64_t>(chunk.size()));
+        const auto piece = std::span(chunk).first(static_cast<std::size_t>(length));
+        read(name, piece, first);
+        XXH3_64bits_update(state.get(), piece.data(), piece.size_bytes());
+        first += length;
+      }
+    }
+    text += fmt::format("digest {} {:016x}\n", what, XXH3_64bits_digest(state.get()));
+  };
+  digest("parameters", [&](const std::string& name, std::span<float> out, std::int64_t first) {
+    engine.read_parameter(name, out, first);
+  });
+  std::vector<std::string> slots = zshard::Optimizer(make_optimizer(config)).slots();
+  if (config.dtype != zshard::DType::f32) slots.emplace_back("master");
+  for (const std::string& slot : slots) {
+    digest(slot, [&](const std::string& name, std::span<float> out, std::int64_t first) {
+      engine.read_state(name, slot, out, first);
+    });
+  }
+  return text;
+}
+
+StepLog::StepLog(const std::string& path) : path_(path) {
+  if (path.empty()) return;
+  file_.open(path, std::ios::trunc);
+  if (!file_) throw ConfigError("--log: cannot open " + path + " for writing");
+}
+
+void StepLog::write(std::int64_t step, const StepResult& result, double tokens_per_second) {
+  if (!file_.is_open()) return;
+  nlohmann::ordered_json line;
+  line["step"] = step;
+  line["loss"] = result.loss;
+  line["norm"] = result.report.norm;
+  line["lr"] = result.lr;
+  line["skipped"] = result.report.skipped;
+  line["tokens_per_s"] = tokens_per_second;
+  line["peak_bytes"] = result.report.peak_bytes;
+  file_ << line.dump() << '\n' << std::flush;
+  if (!file_) throw ConfigError("--log: cannot write " + path_);
+}
+
+Progress::Progress(std::int64_t steps) : steps_(steps), terminal_(isatty(STDOUT_FILENO) == 1) {}
+
+void Progress::clear() const {
+  if (terminal_) fmt::print("\r\x1b[K");
+}
+
+void Progress::step(std::int64_t step, const StepResult& result, double tokens_per_second) {
+  const std::int64_t interval = std::max<std::int64_t>(1, steps_ / 10);
+  const bool last = step + 1 == steps_;
+  if (!terminal_ && step % interval != 0 && !last && !result.report.skipped) return;
+  clear();
+  fmt::print("step {:>6}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s{}", step + 1,
+             steps_, result.loss, result.report.norm, result.lr, tokens_per_second,
+             result.report.skipped ? "  SKIPPED: a gradient was not finite" : "");
+  // A skipped step is news that must not be written over.
+  if (!terminal_ || last || result.report.skipped) fmt::print("\n");
+  std::fflush(stdout);
+}
+
+void Progress::validation(std::int64_t step, double training_loss, double validation_loss) {
+  clear();
+  fmt::print("step {:>6}/{}  loss {:.4f}  validation loss {:.4f}\n", step + 1, steps_,
+             training_loss, validation_loss);
+  std::fflush(stdout);
+}
+
+}  // namespace gpt

@@ -1,0 +1,50 @@
+// What the program prints and logs. All of these are collective where they take an engine.
+#pragma once
+
+#include <fstream>
+#include <string>
+
+#include "config.hpp"
+#include "trainer.hpp"
+#include "zshard/zshard.hpp"
+
+namespace gpt {
+
+/// A table of bytes: planned for each rank, and allocated on each, by category and tier.
+std::string memory_table(const zshard::Engine& engine, const zshard::ProcessGroup& group);
+
+/// A table of planned bytes of one rank for stages 0 to 3, by category and tier; '*' marks the
+/// stage in use.
+std::string stage_table(const Config& config, int world);
+
+/// One line each, "digest NAME 16-hex-digits": XXH3-64 of all parameters, then of each state slot,
+/// in order of the parameters' names, as fp32 in the machine's byte order.
+std::string digest_lines(Trainer& trainer, const Config& config);
+
+/// The log of steps, one JSON object a line. Throws ConfigError if the file cannot be opened or
+/// written.
+class StepLog {
+ public:
+  explicit StepLog(const std::string& path);
+  void write(std::int64_t step, const StepResult& result, double tokens_per_second);
+
+ private:
+  std::string path_;
+  std::ofstream file_;
+};
+
+/// Says how training goes: a line that is written over on a terminal, else a line now and then.
+class Progress {
+ public:
+  explicit Progress(std::int64_t steps);
+  void step(std::int64_t step, const StepResult& result, double tokens_per_second);
+  void validation(std::int64_t step, double training_loss, double validation_loss);
+
+ private:
+  void clear() const;
+
+  std::int64_t steps_;
+  bool terminal_;
+};
+
+}  // namespace gpt

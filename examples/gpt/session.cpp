@@ -1,0 +1,102 @@
+#include "session.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "model.hpp"
+#include "report.hpp"
+#include "spec.hpp"
+#include "trainer.hpp"
+
+namespace gpt {
+namespace {
+
+// Memory that this machine, or the container that the program runs in, can still give.
+double available_bytes() {
+  double bytes = std::numeric_limits<double>::infinity();
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string key, rest; meminfo >> key && std::getline(meminfo, rest);) {
+    if (key == "MemAvailable:") bytes = std::stod(rest) * 1024.0;
+  }
+  double limit = 0.0;
+  double used = 0.0;
+  // "max" where there is no limit: then nothing is read.
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
+      std::ifstream("/sys/fs/cgroup/memory.current") >> used) {
+    bytes = std::min(bytes, limit - used);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void check_memory(const Config& config, const Dataset& data, int local_ranks, int world) {
+  constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
+  const GptSpec spec = make_spec(config);
+  const zshard::MemoryPlan plan =
+      plan_memory(spec.model, make_optimizer(config), world, config.engine);
+  const double engine = static_cast<double>(plan.memory_bytes());
+  double model = Model::bytes(config.shape, Trainer::largest_batch(config, data, world));
+  if (config.dtype != zshard::DType::f32) {
+    model += 2.0 * static_cast<double>(largest_unit_bytes(spec.units));
+  }
+  const double needed = local_ranks * (engine + model);
+  const double available = available_bytes();
+  if (needed <= available) return;
+  throw ConfigError(fmt::format(
+      "{} ranks need {:.1f} GiB, each {:.1f} for parameters, gradients and state and {:.1f} for "
+      "activations, but {:.1f} GiB are available; use a smaller model, --batch or --ranks{}",
+      local_ranks, needed / kGiB, engine / kGiB, model / kGiB, available / kGiB,
+      config.engine.stage == zshard::Stage::parameters ? ", or a --gather-budget"
+                                                       : ", or a higher --stage"));
+}
+
+void run_session(const Config& config, const Dataset& data, const zshard::ProcessGroup& group) {
+  using Clock = std::chrono::steady_clock;
+  const bool speaks = group.rank() == 0;
+  StepLog log(speaks ? config.log : "");
+  Trainer trainer(config, data, group);
+  const std::string memory = memory_table(trainer.engine(), group);
+  if (speaks) {
+    fmt::print("{} parameters in {}, {} ranks, stage {}, optimizer state on {}\n",
+               parameter_count(config.shape), to_string(config.dtype), group.size(),
+               static_cast<int>(config.engine.stage), to_string(config.engine.offload.optimizer));
+    fmt::print("{} bytes to train on, {} for validation; {} rows of {} tokens a step\n\n",
+               data.training().size(), data.validation().size(), config.rows_per_step(),
+               config.shape.context);
+    fmt::print("{}\n{}\n", memory, stage_table(config, group.size()));
+    std::fflush(stdout);
+  }
+
+  trainer.initialize();
+  Progress progress(config.steps);
+  for (std::int64_t step = 0; step < config.steps; ++step) {
+    const Clock::time_point start = Clock::now();
+    const StepResult result = trainer.train_step(step);
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    const double speed = static_cast<double>(config.tokens_per_step()) / seconds;
+    if (speaks) {
+      log.write(step, result, speed);
+      progress.step(step, result, speed);
+    }
+    const bool last = step + 1 == config.steps;
+    if (config.eval_interval > 0 && (last || (step + 1) % config.eval_interval == 0)) {
+      const double loss = trainer.validation_loss();
+      if (speaks && !std::isnan(loss)) progress.validation(step, result.loss, loss);
+    }
+  }
+  if (config.digest) {
+    const std::string digests = digest_lines(trainer, config);
+    if (speaks) fmt::print("{}", digests);
+  }
+}
+
+}  // namespace gpt

@@ -1,0 +1,65 @@
+// AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2, in the form of
+// torch.optim.AdamW: eps outside the root, decay by the current learning rate before the update.
+#include "optimizers/adam_update.hpp"
+#include "optimizers/checks.hpp"
+#include "optimizers/rules.hpp"
+
+namespace zshard::optimizers {
+namespace {
+
+ZSHARD_CLONES void adamw_pass(const Elements& elements, const Constants& constants, std::int64_t) {
+  float* __restrict parameter = elements.parameter;
+  float* __restrict exp_avg = elements.slots[kExpAvg];
+  float* __restrict exp_avg_sq = elements.slots[kExpAvgSq];
+  const float* __restrict gradient = elements.gradient;
+  const float factor = elements.factor;
+  const float keep = constants.value[kDecay];
+  const std::int64_t count = elements.count;
+  const AdamUpdate update(constants);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float g = gradient[i] * factor;
+    parameter[i] = update(parameter[i] * keep, g, exp_avg[i], exp_avg_sq[i]);
+  }
+}
+
+class AdamWRule final : public Rule {
+ public:
+  explicit AdamWRule(const AdamW& config) : config_(config) { validate(defaults()); }
+
+  [[nodiscard]] std::string name() const override { return "AdamW"; }
+  [[nodiscard]] std::span<const StateSlot> slots() const override { return kAdamSlots; }
+  [[nodiscard]] Resolved defaults() const override {
+    return {.lr = config_.lr,
+            .weight_decay = config_.weight_decay,
+            .beta1 = config_.beta1,
+            .beta2 = config_.beta2,
+            .eps = config_.eps};
+  }
+  [[nodiscard]] Constants constants(const Resolved& hyper, std::int64_t step) const override {
+    check_step(name(), step);
+    Constants constants = adam_constants(hyper, step);
+    constants.value[kDecay] = static_cast<float>(keep(hyper));
+    return constants;
+  }
+  [[nodiscard]] std::span<const Pass> passes() const override { return kPasses; }
+  void validate(const Resolved& hyper) const override {
+    check_adam(name(), hyper);
+    check_rate(name(), hyper.lr, keep(hyper));
+  }
+
+ private:
+  static constexpr Pass kPasses[] = {adamw_pass};
+
+  /// What decay leaves of a parameter.
+  static double keep(const Resolved& hyper) { return 1.0 - hyper.lr * hyper.weight_decay; }
+
+  AdamW config_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Rule> make_adamw(const AdamW& config) {
+  return std::make_shared<AdamWRule>(config);
+}
+
+}  // namespace zshard::optimizers

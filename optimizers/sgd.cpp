@@ -1,0 +1,122 @@
+// Stochastic gradient descent in the form of torch.optim.SGD: the momentum buffer holds gradients
+// without the learning rate, weight decay is an L2 term of the gradient, no dampening.
+#include "optimizers/checks.hpp"
+#include "optimizers/rules.hpp"
+#include "runtime/kernels/clones.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::optimizers {
+namespace {
+
+enum SgdConstant { kLr, kMomentum, kDecay };
+enum class Momentum { none, heavy_ball, nesterov };
+
+template <Momentum kind, bool decays>
+ZSHARD_INLINE void sgd_loop(const Elements& elements, const Constants& constants) {
+  float* __restrict parameter = elements.parameter;
+  float* __restrict buffer = elements.slots[0];
+  const float* __restrict gradient = elements.gradient;
+  const float factor = elements.factor;
+  const float lr = constants.value[kLr];
+  const float momentum = constants.value[kMomentum];
+  const float decay = constants.value[kDecay];
+  const std::int64_t count = elements.count;
+  for (std::int64_t i = 0; i < count; ++i) {
+    float g = gradient[i] * factor;
+    if constexpr (decays) g = g + parameter[i] * decay;
+    if constexpr (kind != Momentum::none) {
+      // PyTorch's first buffer is g itself. A buffer born as +0.0 gives the same without knowing
+      // which step is a parameter's first, which a unit that was unused so far would get wrong;
+      // only a first g of -0.0 is stored as +0.0.
+      const float b = buffer[i] * momentum + g;
+      buffer[i] = b;
+      g = kind == Momentum::nesterov ? g + b * momentum : b;
+    }
+    parameter[i] = parameter[i] - g * lr;
+  }
+}
+
+template <Momentum kind>
+ZSHARD_INLINE void sgd(const Elements& elements, const Constants& constants) {
+  if (constants.value[kDecay] != 0.0f) {
+    sgd_loop<kind, true>(elements, constants);
+  } else {
+    sgd_loop<kind, false>(elements, constants);
+  }
+}
+
+ZSHARD_CLONES void plain_pass(const Elements& elements, const Constants& constants, std::int64_t) {
+  sgd<Momentum::none>(elements, constants);
+}
+
+ZSHARD_CLONES void heavy_ball_pass(const Elements& elements, const Constants& constants,
+                                   std::int64_t) {
+  sgd<Momentum::heavy_ball>(elements, constants);
+}
+
+ZSHARD_CLONES void nesterov_pass(const Elements& elements, const Constants& constants,
+                                 std::int64_t) {
+  sgd<Momentum::nesterov>(elements, constants);
+}
+
+/// The configuration decides for good whether there is a buffer, since memory is planned from it.
+/// Momentum may then vary between groups and steps; where it is 0 the buffer still follows the
+/// gradient.
+class SgdRule final : public Rule {
+ public:
+  explicit SgdRule(const SGD& config) : config_(config) { validate(defaults()); }
+
+  [[nodiscard]] std::string name() const override { return "SGD"; }
+  [[nodiscard]] std::span<const StateSlot> slots() const override {
+    return has_buffer() ? std::span<const StateSlot>(kSlots) : std::span<const StateSlot>();
+  }
+  [[nodiscard]] Resolved defaults() const override {
+    return {.lr = config_.lr, .weight_decay = config_.weight_decay, .momentum = config_.momentum};
+  }
+  [[nodiscard]] Constants constants(const Resolved& hyper, std::int64_t step) const override {
+    check_step(name(), step);
+    Constants constants;
+    constants.value[kLr] = static_cast<float>(hyper.lr);
+    constants.value[kMomentum] = static_cast<float>(hyper.momentum);
+    constants.value[kDecay] = static_cast<float>(hyper.weight_decay);
+    return constants;
+  }
+  [[nodiscard]] std::span<const Pass> passes() const override {
+    if (!has_buffer()) return kPlain;
+    return config_.nesterov ? kNesterov : kHeavyBall;
+  }
+  void validate(const Resolved& hyper) const override {
+    check_size(name(), "lr", hyper.lr);
+    check_size(name(), "weight_decay", hyper.weight_decay);
+    check_fraction(name(), "momentum", hyper.momentum);
+    if (has_buffer()) return;
+    if (config_.nesterov) {
+      throw UsageError(
+          "SGD: nesterov = true with momentum = 0 has no momentum to look ahead by. Set "
+          "SGD::momentum to a value in (0, 1), or nesterov to false.");
+    }
+    if (hyper.momentum != 0.0) {
+      reject(name(), "momentum", hyper.momentum,
+             "0 where SGD::momentum is 0, since no momentum_buffer was planned; give SGD::momentum "
+             "a value in (0, 1) and override that");
+    }
+  }
+
+ private:
+  static constexpr StateSlot kSlots[] = {{"momentum_buffer"}};
+  static constexpr Pass kPlain[] = {plain_pass};
+  static constexpr Pass kHeavyBall[] = {heavy_ball_pass};
+  static constexpr Pass kNesterov[] = {nesterov_pass};
+
+  [[nodiscard]] bool has_buffer() const { return config_.momentum != 0.0; }
+
+  SGD config_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Rule> make_sgd(const SGD& config) {
+  return std::make_shared<SgdRule>(config);
+}
+
+}  // namespace zshard::optimizers

@@ -1,0 +1,160 @@
+#include "runtime/comm/endpoint.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "zshard/error.hpp"
+
+namespace zshard::comm {
+namespace {
+
+// False if the slot does not hold that sequence number: not published yet, or long overwritten.
+bool read_signature(Board& board, int r, std::uint64_t sequence, PackedSignature* out) {
+  const Board::Signature& slot = board.signature(r, sequence);
+  if (slot.stamp.load(std::memory_order_acquire) != sequence + 1) return false;
+  for (std::size_t i = 0; i < out->size(); ++i)
+    (*out)[i] = slot.words[i].load(std::memory_order_acquire);
+  return slot.stamp.load(std::memory_order_acquire) == sequence + 1;
+}
+
+}  // namespace
+
+Endpoint::Endpoint(std::shared_ptr<Group> group, std::shared_ptr<Board> board,
+                   double deadline_seconds,
+                   std::function<std::string(const PackedSignature&)> describe)
+    : group_(std::move(group)),
+      board_(std::move(board)),
+      deadline_(deadline_seconds),
+      describe_(std::move(describe)),
+      rank_(group_->rank()),
+      world_(group_->size()) {}
+
+Endpoint::~Endpoint() {
+  board_->rank(rank_).left.store(1, std::memory_order_release);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    board_->meeting(static_cast<Lane>(lane)).arrived.nudge();
+    board_->meeting(static_cast<Lane>(lane)).done.nudge();
+  }
+}
+
+void Endpoint::publish(std::uint64_t sequence, const PackedSignature& signature) {
+  Board::Signature& slot = board_->signature(rank_, sequence);
+  slot.stamp.store(0, std::memory_order_release);
+  for (std::size_t i = 0; i < signature.size(); ++i) {
+    slot.words[i].store(signature[i], std::memory_order_release);
+  }
+  slot.stamp.store(sequence + 1, std::memory_order_release);
+  board_->rank(rank_).published.store(sequence + 1, std::memory_order_release);
+}
+
+void Endpoint::meet(Lane lane, std::uint64_t sequence, std::uint64_t payload) {
+  Call& call = calls_[static_cast<std::size_t>(lane)];
+  ++call.count;
+  call.sequence = sequence;
+  Board::LaneWords& words = board_->rank(rank_).lane[static_cast<std::size_t>(lane)];
+  words.sequence.store(sequence, std::memory_order_relaxed);
+  words.payload.store(payload, std::memory_order_relaxed);
+  words.arrived.store(call.count, std::memory_order_release);
+  board_->meeting(lane).arrived.add();
+  await(lane, true);
+  // Ranks may meet in one lane with different numbers; then they differ at the lower one.
+  std::uint64_t lowest = sequence;
+  for (int r = 0; r < world_; ++r) {
+    lowest = std::min(lowest, board_->rank(r).lane[static_cast<std::size_t>(lane)].sequence.load(
+                                  std::memory_order_relaxed));
+  }
+  std::string different = mismatch(lowest);
+  if (different.empty() && lowest != sequence) {
+    different =
+        "ranks issued different numbers of collectives before number " + std::to_string(sequence);
+  }
+  if (!different.empty()) {
+    board_->fail(different);
+    throw_failure();
+  }
+}
+
+std::uint64_t Endpoint::payload(Lane lane, int r) const {
+  return board_->rank(r).lane[static_cast<std::size_t>(lane)].payload.load(
+      std::memory_order_relaxed);
+}
+
+void Endpoint::finish(Lane lane) {
+  Board::LaneWords& words = board_->rank(rank_).lane[static_cast<std::size_t>(lane)];
+  words.done.store(calls_[static_cast<std::size_t>(lane)].count, std::memory_order_release);
+  board_->meeting(lane).done.add();
+  await(lane, false);
+}
+
+void Endpoint::await(Lane lane, bool arrival) {
+  const Call& call = calls_[static_cast<std::size_t>(lane)];
+  Board::Meeting& meeting = board_->meeting(lane);
+  base::Counter& counter = arrival ? meeting.arrived : meeting.done;
+  const auto start = std::chrono::steady_clock::now();
+  bool broken = false;
+  const bool reached = counter.wait(call.count * static_cast<std::uint32_t>(world_), [&] {
+    if (board_->failed()) return broken = true;
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    std::string cause = mismatch(call.sequence);
+    if (cause.empty()) cause = missing(lane, arrival, waited.count());
+    if (cause.empty()) return false;
+    board_->fail(cause);
+    return broken = true;
+  });
+  // A failure does not undo a meeting that took place: what every rank has come to is still
+  // completed.
+  if (!reached || (broken && !counter.reached(call.count * static_cast<std::uint32_t>(world_)))) {
+    throw_failure();
+  }
+}
+
+std::string Endpoint::mismatch(std::uint64_t sequence) const {
+  PackedSignature mine;
+  if (!read_signature(*board_, rank_, sequence, &mine)) return {};
+  for (int r = 0; r < world_; ++r) {
+    PackedSignature other;
+    if (r == rank_ || !read_signature(*board_, r, sequence, &other) || other == mine) continue;
+    const auto text = [&](int who, const PackedSignature& what) {
+      return "rank " + std::to_string(who) + ": " + describe_(what);
+    };
+    const bool low = rank_ < r;
+    return "ranks issued different collectives (number " + std::to_string(sequence) +
+           "): " + text(low ? rank_ : r, low ? mine : other) + "; " +
+           text(low ? r : rank_, low ? other : mine) +
+           ". Every rank must run the same ranges, micro-steps and steps";
+  }
+  return {};
+}
+
+std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
+  const Call& call = calls_[static_cast<std::size_t>(lane)];
+  for (int r = 0; r < world_; ++r) {
+    if (r == rank_) continue;
+    Board::RankWords& peer = board_->rank(r);
+    // Asked before the counters: a rank may arrive and then leave.
+    const bool left = peer.left.load(std::memory_order_acquire) != 0;
+    const auto gone = group_->gone(r);
+    const Board::LaneWords& words = peer.lane[static_cast<std::size_t>(lane)];
+    const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
+    if (static_cast<std::int32_t>(at - call.count) >= 0) continue;
+    PackedSignature mine{};
+    read_signature(*board_, rank_, call.sequence, &mine);
+    const std::string what = describe_(mine) + " on rank " + std::to_string(rank_) +
+                             " cannot complete: rank " + std::to_string(r);
+    if (gone) return what + " is gone (" + *gone + ")";
+    if (left) return what + " has destroyed its engine";
+    if (waited > deadline_) {
+      return what + " did not arrive within " + std::to_string(deadline_) +
+             " s; raise deadline_seconds if it is only slow";
+    }
+  }
+  return {};
+}
+
+void Endpoint::throw_failure() const {
+  std::string message = board_->failure();
+  throw CommError(message.empty() ? "a peer failed" : message);
+}
+
+}  // namespace zshard::comm

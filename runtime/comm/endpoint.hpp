@@ -1,0 +1,69 @@
+// One rank's end of an engine's data plane. A collective is: publish its signature when it is
+// issued; on the queue, meet() the other ranks (signatures are compared before any data moves),
+// read what peers have published, then finish(), after which inputs may be overwritten and outputs
+// read. Memory that peers read is found through Group::share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "runtime/comm/board.hpp"
+#include "runtime/comm/group.hpp"
+
+namespace zshard::comm {
+
+class Endpoint {
+ public:
+  /// describe: text of a signature for messages.
+  Endpoint(std::shared_ptr<Group> group, std::shared_ptr<Board> board, double deadline_seconds,
+           std::function<std::string(const PackedSignature&)> describe);
+  /// Tells peers that this rank makes no further call.
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  /// Sequence numbers count from 0 over both lanes. From the thread that issues.
+  void publish(std::uint64_t sequence, const PackedSignature& signature);
+
+  /// Waits until every rank has come to this collective. payload: a word that peers may read until
+  /// finish(). Throws CommError, after the board has failed so that every rank throws, for a
+  /// signature that differs, a rank that is gone, or the deadline.
+  void meet(Lane lane, std::uint64_t sequence, std::uint64_t payload);
+  [[nodiscard]] std::uint64_t payload(Lane lane, int r) const;
+  /// Waits until every rank has finished it.
+  void finish(Lane lane);
+
+  /// This rank's bytes of a byte all-gather: write before meet(), read peers' between meet() and
+  /// finish().
+  [[nodiscard]] std::byte* bytes(int r) const { return board_->payload(r); }
+  [[nodiscard]] std::size_t byte_capacity() const { return board_->payload_bytes(); }
+
+  /// Makes every rank's present and later collectives throw CommError with this message. The first
+  /// one wins.
+  void fail(const std::string& message) { board_->fail(message); }
+  [[nodiscard]] bool failed() const { return board_->failed(); }
+  [[nodiscard]] std::string failure() const { return board_->failure(); }
+
+ private:
+  struct Call {
+    std::uint32_t count = 0;  // collectives of this lane so far, this one included
+    std::uint64_t sequence = 0;
+  };
+  void await(Lane lane, bool arrival);
+  std::string mismatch(std::uint64_t sequence) const;
+  std::string missing(Lane lane, bool arrival, double waited) const;
+  [[noreturn]] void throw_failure() const;
+
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Board> board_;
+  double deadline_;
+  std::function<std::string(const PackedSignature&)> describe_;
+  int rank_;
+  int world_;
+  Call calls_[kLanes];
+};
+
+}  // namespace zshard::comm

@@ -1,0 +1,138 @@
+#include "zshard/process_group.hpp"
+
+#include <cmath>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "runtime/comm/group.hpp"
+#include "runtime/comm/thread_group.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard {
+namespace {
+
+using comm::ControlSignature;
+using comm::Operation;
+
+// Every launcher's name for the number of ranks.
+constexpr const char* kWorldVariables[] = {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
+                                           "SLURM_NTASKS"};
+
+}  // namespace
+
+ProcessGroup::ProcessGroup(std::shared_ptr<comm::Group> group)
+    : group_(std::move(group)), axes_{{"world", group_->size()}} {}
+
+ProcessGroup ProcessGroup::single() {
+  return ProcessGroup(comm::make_single_group());
+}
+
+ProcessGroup ProcessGroup::from_environment() {
+  for (const char* name : kWorldVariables) {
+    const char* text = std::getenv(name);
+    if (text == nullptr || std::string(text) == "1") continue;
+    // Training alone in each of several processes would look like a success.
+    throw UsageError(std::string(name) + "=" + text +
+                     ": ranks as processes are not served by this version; start one process and "
+                     "use run_ranks(n, fn), or unset the variable");
+  }
+  return single();
+}
+
+int ProcessGroup::rank() const {
+  return group_->rank();
+}
+int ProcessGroup::size() const {
+  return group_->size();
+}
+
+void ProcessGroup::all_gather(std::span<const std::byte> mine, std::span<std::byte> all) const {
+  if (all.size() != mine.size() * static_cast<std::size_t>(size())) {
+    throw UsageError("all_gather: `all` has " + std::to_string(all.size()) + " bytes, needs " +
+                     std::to_string(size()) + " x " + std::to_string(mine.size()));
+  }
+  group_->exchange({Operation::all_gather, 0, mine.size(), 0}, mine.data(), all.data());
+}
+
+void ProcessGroup::broadcast(std::span<std::byte> data, int root) const {
+  if (root < 0 || root >= size()) {
+    throw UsageError("broadcast: root " + std::to_string(root) + " is not a rank of a group of " +
+                     std::to_string(size()));
+  }
+  group_->broadcast({Operation::broadcast, root, data.size(), 0}, data.data());
+}
+
+void ProcessGroup::barrier() const {
+  group_->exchange({Operation::barrier, 0, 0, 0}, nullptr, nullptr);
+}
+
+ProcessGroup ProcessGroup::mesh(std::vector<MeshAxis> axes) const {
+  if (axes.size() != 1) {
+    throw UsageError("mesh: " + std::to_string(axes.size()) +
+                     " axes; this version serves one axis of the world's size");
+  }
+  if (axes[0].size != size()) {
+    throw UsageError("mesh: axis " + axes[0].name + " has size " + std::to_string(axes[0].size) +
+                     ", the group has " + std::to_string(size()) + " ranks");
+  }
+  ProcessGroup copy = *this;
+  copy.axes_ = std::move(axes);
+  return copy;
+}
+
+const std::vector<MeshAxis>& ProcessGroup::axes() const {
+  return axes_;
+}
+
+void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions options) {
+  if (n < 1 || n > 1024) {
+    throw UsageError("run_ranks: n is " + std::to_string(n) + ", must be 1 to 1024");
+  }
+  if (!std::isfinite(options.deadline_seconds) || options.deadline_seconds <= 0) {
+    throw UsageError("run_ranks: deadline_seconds must be positive and finite");
+  }
+  if (!fn) throw UsageError("run_ranks: no function");
+  const auto world = comm::make_thread_world(n, options.deadline_seconds);
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  const auto body = [&](int rank) {
+    const auto group = std::make_shared<comm::ThreadGroup>(world, rank);
+    std::string reason = "its function has returned";
+    try {
+      fn(ProcessGroup(group));
+    } catch (...) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (first == nullptr) first = std::current_exception();
+      }
+      try {
+        throw;
+      } catch (const std::exception& error) {
+        reason = std::string("it threw: ") + error.what();
+      } catch (...) {
+        reason = "it threw something that is no std::exception";
+      }
+    }
+    group->leave(reason);
+  };
+  threads.reserve(static_cast<std::size_t>(n));
+  try {
+    for (int rank = 0; rank < n; ++rank) threads.emplace_back(body, rank);
+  } catch (const std::system_error& error) {
+    // The ranks that run would wait for those that cannot start.
+    for (int rank = static_cast<int>(threads.size()); rank < n; ++rank) {
+      comm::ThreadGroup(world, rank)
+          .leave(std::string("its thread could not start: ") + error.what());
+    }
+    for (std::thread& thread : threads) thread.join();
+    throw OutOfMemory("run_ranks: cannot start " + std::to_string(n) + " threads: " + error.what());
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first != nullptr) std::rethrow_exception(first);
+}
+
+}  // namespace zshard

@@ -1,0 +1,46 @@
+// Ranks as threads of one process.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/comm/group.hpp"
+
+namespace zshard::comm {
+
+class ThreadWorld;
+
+/// One rank of a ThreadWorld. leave() is called by run_ranks when the rank's function has ended.
+class ThreadGroup final : public Group {
+ public:
+  ThreadGroup(std::shared_ptr<ThreadWorld> world, int rank);
+  ~ThreadGroup() override;
+
+  int rank() const override { return rank_; }
+  int size() const override;
+  double deadline_seconds() const override;
+  void exchange(const ControlSignature& signature, const void* mine, void* all) override;
+  void broadcast(const ControlSignature& signature, void* data) override;
+  std::vector<std::shared_ptr<memory::Arena>> share(std::shared_ptr<memory::Arena> mine) override;
+  std::shared_ptr<Board> make_board(std::uint64_t signatures, std::size_t payload_bytes) override;
+  std::optional<std::string> gone(int r) const override;
+  int ranks_here() const override { return size(); }
+
+  void leave(const std::string& reason);
+
+ private:
+  std::vector<std::shared_ptr<void>> share_objects(const ControlSignature& signature,
+                                                   std::shared_ptr<void> mine);
+  template <class Move>
+  void meet(const ControlSignature& signature, const void* mine, std::shared_ptr<void> object,
+            Move&& move);
+
+  std::shared_ptr<ThreadWorld> world_;
+  int rank_;
+  std::uint32_t calls_ = 0;
+};
+
+std::shared_ptr<ThreadWorld> make_thread_world(int size, double deadline_seconds);
+
+}  // namespace zshard::comm

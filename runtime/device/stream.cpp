@@ -1,0 +1,129 @@
+#include "runtime/device/stream.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "runtime/base/futex.hpp"
+
+namespace zshard::device {
+namespace {
+
+class InlineStream final : public Stream {
+ public:
+  void submit(const Task& task) override {
+    const std::uint64_t mine = submitted_.fetch_add(1) + 1;
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+    try {
+      task.run(task.object, task.argument);
+    } catch (...) {
+      failure_ = std::current_exception();
+      throw;
+    }
+    completed_.store(mine);
+  }
+  void wait(std::uint64_t /*count: a task is complete when submit returns*/) override {
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+  }
+  std::uint64_t submitted() const override { return submitted_.load(); }
+  std::uint64_t completed() const override { return completed_.load(); }
+
+ private:
+  std::atomic<std::uint64_t> submitted_{0};
+  std::atomic<std::uint64_t> completed_{0};
+  std::exception_ptr failure_;
+};
+
+class ThreadStream final : public Stream {
+ public:
+  ThreadStream(std::uint64_t capacity, int delay_microseconds, std::uint64_t seed)
+      : tasks_(capacity),
+        delay_(delay_microseconds),
+        random_(seed * 2 + 1),
+        worker_([this] { work(); }) {}
+
+  ~ThreadStream() override {
+    stop_.store(true);
+    submits_.add();
+    worker_.join();
+  }
+
+  void submit(const Task& task) override {
+    // A full queue: the oldest task frees its place.
+    if (submitted_.load() >= tasks_.size()) wait(submitted_.load() + 1 - tasks_.size());
+    tasks_[submitted_.load() % tasks_.size()] = task;
+    submitted_.fetch_add(1);
+    submits_.add();
+  }
+
+  void wait(std::uint64_t count) override {
+    const auto low = static_cast<std::uint32_t>(count);
+    while (completed_.load(std::memory_order_acquire) < count && !failed_.load()) {
+      completes_.wait(low, [this] { return failed_.load(); });
+    }
+    if (failed_.load() && completed_.load() < count) std::rethrow_exception(failure_);
+  }
+
+  std::uint64_t submitted() const override { return submitted_.load(); }
+  std::uint64_t completed() const override { return completed_.load(); }
+
+ private:
+  void work() {
+    std::uint64_t next = 0;
+    while (true) {
+      // One more add than tasks comes from the destructor.
+      submits_.wait(static_cast<std::uint32_t>(next + 1), [this] { return stop_.load(); });
+      if (stop_.load()) return;
+      if (next >= submitted_.load()) continue;
+      const Task task = tasks_[next % tasks_.size()];
+      pause();
+      try {
+        task.run(task.object, task.argument);
+      } catch (...) {
+        failure_ = std::current_exception();
+        failed_.store(true);
+        completes_.nudge();
+        return;
+      }
+      ++next;
+      completed_.store(next, std::memory_order_release);
+      completes_.add();
+    }
+  }
+
+  void pause() {
+    if (delay_ <= 0) return;
+    random_ = random_ * 6364136223846793005ULL + 1442695040888963407ULL;
+    const auto time =
+        static_cast<std::int64_t>((random_ >> 33) % static_cast<std::uint64_t>(delay_ + 1));
+    std::this_thread::sleep_for(std::chrono::microseconds(time));
+  }
+
+  std::vector<Task> tasks_;
+  const int delay_;
+  std::uint64_t random_;
+  std::atomic<std::uint64_t> submitted_{0};
+  std::atomic<std::uint64_t> completed_{0};
+  base::Counter submits_;
+  base::Counter completes_;
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;  // written before failed_, read after it
+  std::thread worker_;          // last: starts when all else stands
+};
+
+}  // namespace
+
+std::unique_ptr<Stream> make_inline_stream() {
+  return std::make_unique<InlineStream>();
+}
+
+std::unique_ptr<Stream> make_thread_stream(std::uint64_t capacity, int delay_microseconds,
+                                           std::uint64_t seed) {
+  return std::make_unique<ThreadStream>(std::max<std::uint64_t>(capacity, 2), delay_microseconds,
+                                        seed);
+}
+
+}  // namespace zshard::device

@@ -1,0 +1,260 @@
+#include "runtime/engine/blueprint.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#include "optimizers/rule.hpp"
+#include "runtime/memory/arena.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::engine {
+namespace {
+
+std::string exact(double x) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%a", x);
+  return text;
+}
+
+void refuse(const std::string& what) {
+  throw UsageError(what + " is not served by this version; see the table in README.md");
+}
+
+/// What the interface declares and this version does not do.
+void check_served(const ModelSpec& spec, const Optimizer& optimizer, const EngineOptions& options) {
+  for (const UnitSpec& unit : spec.units()) {
+    for (const ParameterSpec& p : unit.parameters) {
+      if (!p.options.tensor_axis.empty()) {
+        refuse("parameter " + p.name + ": tensor_axis " + p.options.tensor_axis);
+      }
+      if (!p.options.group.empty() &&
+          std::none_of(spec.groups().begin(), spec.groups().end(),
+                       [&](const GroupSpec& g) { return g.name == p.options.group; })) {
+        throw UsageError("parameter " + p.name + ": there is no group " + p.options.group +
+                         "; declare it with ModelSpec::group");
+      }
+    }
+  }
+  if (options.reduction == Reduction::native) refuse("reduction = native");
+  if (options.master != MasterWeights::f32) {
+    refuse("master = " + std::string(to_string(options.master)));
+  }
+  if (options.moments != Moments::f32)
+    refuse("moments = " + std::string(to_string(options.moments)));
+  const OffloadOptions& tiers = options.offload;
+  if (tiers.optimizer == Tier::nvme || tiers.gradients == Tier::nvme ||
+      tiers.parameters == Tier::nvme) {
+    refuse("the nvme tier");
+  }
+  if (tiers.parameters != Tier::device && options.stage != Stage::parameters) {
+    throw UsageError("offload.parameters = " + std::string(to_string(tiers.parameters)) +
+                     " needs stage 3 (stage = parameters): below it parameters stay on the device");
+  }
+  const optimizers::Rule& rule = optimizer.rule();
+  rule.validate(rule.defaults());
+  for (const GroupSpec& group : spec.groups()) {
+    rule.validate(optimizers::merged(rule.defaults(), group.hyper));
+  }
+  if (rule.sums() != 0 || rule.transforms()) refuse("an optimizer with per-tensor sums");
+}
+
+}  // namespace
+
+Blueprint Blueprint::make(const ModelSpec& spec, const Optimizer& optimizer, int world,
+                          const EngineOptions& options) {
+  validate(options);
+  check_served(spec, optimizer, options);
+  Blueprint b{spec, optimizer, options, nullptr, {}, {}, {}};
+  b.layout = std::make_unique<shard::Layout>(shard::Layout::make(spec, world));
+  const ScheduleOptions how{options.stage, options.gather_budget, spec.hold(), options.look_ahead,
+                            options.behind};
+  const std::vector<Position> program = spec.program();
+  b.training = make_schedule(*b.layout, program, how);
+  b.evaluation = evaluation_schedule(*b.layout, program, how);
+  PlanInput input;
+  input.moments.assign(optimizer.rule().slots().size(), DType::f32);
+  input.master = options.master;
+  input.accumulation = options.accumulation;
+  input.wire = options.wire;
+  input.optimizer_tier = options.offload.optimizer;
+  input.gradient_tier = options.offload.gradients;
+  b.plan = make_plan(*b.layout, b.training, input);
+  if (options.offload.parameters != Tier::device) {
+    const std::int64_t moved = b.plan.bytes(Category::parameters, Tier::device);
+    b.plan.add(Category::parameters, Tier::device, -moved);
+    b.plan.add(Category::parameters, options.offload.parameters, moved);
+  }
+  return b;
+}
+
+std::int64_t Blueprint::gather_arena() const {
+  return std::max(training.gather_arena, evaluation.gather_arena);
+}
+
+std::string Blueprint::identity() const {
+  std::string text = layout->text();
+  text += training.text();
+  text += evaluation.text();
+  const auto line = [&](const std::string& name, const std::string& value) {
+    text += "option " + name + " " + value + "\n";
+  };
+  line("stage", std::string(to_string(options.stage)));
+  line("accumulation", std::string(to_string(options.accumulation)));
+  line("wire", options.wire ? std::string(to_string(*options.wire)) : "unset");
+  line("reduction_group", std::to_string(options.reduction_group));
+  line("loss_scale", exact(options.loss_scale));
+  const optimizers::Rule& rule = optimizer.rule();
+  const auto hyper = [&](const std::string& who, const optimizers::Resolved& h) {
+    text += "hyper-parameters " + who + " lr=" + exact(h.lr) +
+            " weight_decay=" + exact(h.weight_decay) + " beta1=" + exact(h.beta1) +
+            " beta2=" + exact(h.beta2) + " eps=" + exact(h.eps) + " momentum=" + exact(h.momentum) +
+            "\n";
+  };
+  hyper(rule.name(), rule.defaults());
+  for (const GroupSpec& group : spec.groups()) {
+    hyper("of group " + group.name, optimizers::merged(rule.defaults(), group.hyper));
+  }
+  return text;
+}
+
+namespace {
+
+struct Change {
+  std::string text;
+  EngineOptions options;
+};
+
+bool fits(const MemoryPlan& plan, const EngineOptions& options) {
+  return (!options.device_budget || plan.arena_bytes(Tier::device) <= *options.device_budget) &&
+         (!options.host_budget || plan.arena_bytes(Tier::host) <= *options.host_budget);
+}
+
+/// Changes in order of what they cost per step: nothing, then memory traffic, then traffic between
+/// ranks.
+std::vector<Change> changes(const Blueprint& b, int world) {
+  std::vector<Change> all;
+  const auto add = [&](const std::string& text, const EngineOptions& from, auto&& edit) {
+    EngineOptions options = from;
+    edit(options);
+    all.push_back({text, options});
+  };
+  const EngineOptions& now = b.options;
+  const bool local = now.accumulation == Accumulation::local;
+  const auto host = [](EngineOptions& o) { o.offload.optimizer = Tier::host; };
+  const auto host_all = [](EngineOptions& o) {
+    o.offload.optimizer = Tier::host;
+    o.offload.gradients = Tier::host;
+  };
+  add("wire = unset", now, [](EngineOptions& o) { o.wire.reset(); });
+  add("behind = 0", now, [](EngineOptions& o) { o.behind = 0; });
+  if (local)
+    add("accumulation = reduced (changes bits)", now,
+        [](EngineOptions& o) { o.accumulation = Accumulation::reduced; });
+  add("offload.optimizer = host", now, host);
+  add("offload.optimizer = host and offload.gradients = host", now, host_all);
+  for (int stage = static_cast<int>(now.stage); stage <= 3; ++stage) {
+    const auto at = [stage](EngineOptions& o) { o.stage = static_cast<Stage>(stage); };
+    const std::string name = "stage = " + std::to_string(stage);
+    EngineOptions base = now;
+    at(base);
+    if (stage > static_cast<int>(now.stage)) {
+      add(name, base, [](EngineOptions&) {});
+      add(name + ", offload.optimizer = host", base, host);
+      add(name + ", offload.optimizer = host and offload.gradients = host", base, host_all);
+    }
+    if (stage == 3) {
+      const std::int64_t low = minimum_gather_budget(b.spec, world);
+      const std::string budget = name + ", gather_budget = " + std::to_string(low);
+      base.gather_budget = low;
+      base.behind = 0;
+      base.wire.reset();
+      base.accumulation = Accumulation::reduced;
+      add(budget, base, [](EngineOptions&) {});
+      add(budget + ", offload.optimizer = host", base, host);
+      add(budget + ", offload.optimizer = host and offload.gradients = host", base, host_all);
+      add(budget + ", everything but the slots in host", base, [&](EngineOptions& o) {
+        host_all(o);
+        o.offload.parameters = Tier::host;
+      });
+    }
+  }
+  return all;
+}
+
+std::string advice(const Blueprint& b, int world) {
+  for (const Change& change : changes(b, world)) {
+    try {
+      if (fits(plan_memory(b.spec, b.optimizer, world, change.options), change.options)) {
+        return "The cheapest change that fits: " + change.text + ".";
+      }
+    } catch (const UsageError&) {
+      continue;
+    }
+  }
+  const std::vector<Change> all = changes(b, world);
+  for (int more = world; more <= 4096 / 2;) {
+    more *= 2;
+    for (const Change& change : all) {
+      EngineOptions options = change.options;
+      if (options.gather_budget) options.gather_budget = minimum_gather_budget(b.spec, more);
+      try {
+        if (fits(plan_memory(b.spec, b.optimizer, more, options), options)) {
+          return "No change of options fits on " + std::to_string(world) + " ranks; " +
+                 std::to_string(more) + " ranks with " + change.text + " would.";
+        }
+      } catch (const UsageError&) {
+        continue;
+      }
+    }
+  }
+  return "No change of options or number of ranks fits: the largest unit, its gradients and the "
+         "slots are too big for this budget; split the unit.";
+}
+
+}  // namespace
+
+void check_budgets(const Blueprint& b, int world) {
+  if (fits(b.plan, b.options)) return;
+  std::string over;
+  const auto tier = [&](Tier t, const std::optional<std::int64_t>& budget, const char* name) {
+    if (budget && b.plan.arena_bytes(t) > *budget) {
+      over += std::string(over.empty() ? "" : "; ") + name + " is " + std::to_string(*budget) +
+              " bytes a rank, the plan takes " + std::to_string(b.plan.arena_bytes(t));
+    }
+  };
+  tier(Tier::device, b.options.device_budget, "device_budget");
+  tier(Tier::host, b.options.host_budget, "host_budget");
+  throw OutOfMemory(over + ".\n" + b.plan.to_string() + advice(b, world));
+}
+
+void check_machine(const Blueprint& b, int ranks_here) {
+  const std::int64_t available = memory::available_memory();
+  const std::int64_t wanted = b.plan.arena_bytes(Tier::device) + b.plan.arena_bytes(Tier::host);
+  if (available < 0 || wanted <= available / ranks_here) return;
+  throw OutOfMemory("this machine has " + std::to_string(available) + " bytes available for " +
+                    std::to_string(ranks_here) + " rank(s), the plan takes " +
+                    std::to_string(wanted) + " a rank.\n" + b.plan.to_string() +
+                    "Use a higher stage, a smaller gather_budget or more machines; device_budget "
+                    "names the cheapest change that fits.");
+}
+
+}  // namespace zshard::engine
+
+namespace zshard {
+
+MemoryPlan plan_memory(const ModelSpec& spec, const Optimizer& optimizer, int world,
+                       const EngineOptions& options) {
+  return engine::Blueprint::make(spec, optimizer, world, options).plan;
+}
+
+std::int64_t minimum_gather_budget(const ModelSpec& spec, int world) {
+  return engine::minimum_gather_budget(shard::Layout::make(spec, world), spec.program(),
+                                       spec.hold());
+}
+
+std::int64_t maximum_gather_budget(const ModelSpec& spec, int world) {
+  return engine::maximum_gather_budget(shard::Layout::make(spec, world), spec.program());
+}
+
+}  // namespace zshard

@@ -1,0 +1,468 @@
+#include "runtime/engine/core.hpp"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "zshard/error.hpp"
+
+namespace zshard::engine {
+namespace {
+
+// What a rank says first at construction.
+struct Hello {
+  std::uint64_t hash = 0;
+  std::uint64_t bytes = 0;
+  std::uint32_t status = 0;
+  std::uint32_t rank = 0;
+};
+enum Status : std::uint32_t { kFine, kUsage, kMemory, kOther };
+
+std::string first_difference(const std::string& a, const std::string& b, int rank_a, int rank_b) {
+  std::size_t at = 0;
+  while (at < a.size() && at < b.size() && a[at] == b[at]) ++at;
+  const auto line = [&](const std::string& text) {
+    const std::size_t begin = at == 0 ? 0 : text.rfind('\n', std::min(at, text.size()) - 1);
+    const std::size_t from = begin == std::string::npos || at == 0 ? 0 : begin + 1;
+    if (from >= text.size()) return std::string("nothing more");
+    return text.substr(from, text.find('\n', from) - from);
+  };
+  return "rank " + std::to_string(rank_a) + " has `" + line(a) + "`, rank " +
+         std::to_string(rank_b) + " has `" + line(b) + "`";
+}
+
+}  // namespace
+
+Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
+           const EngineOptions& options)
+    : blueprint_{spec, optimizer, options, nullptr, {}, {}, {}},
+      group_(group.implementation()),
+      rank_(group.rank()),
+      world_(group.size()) {
+  // A rank whose arguments are refused still takes part, so that its peers get an error instead of
+  // a deadline.
+  std::uint32_t status = kFine;
+  std::exception_ptr own;
+  std::string text;
+  const auto attempt = [&](auto&& body) {
+    try {
+      body();
+    } catch (const UsageError& error) {
+      status = kUsage;
+      text = error.what();
+      own = std::current_exception();
+    } catch (const OutOfMemory& error) {
+      status = kMemory;
+      text = error.what();
+      own = std::current_exception();
+    } catch (const std::exception& error) {
+      status = kOther;
+      text = error.what();
+      own = std::current_exception();
+    }
+  };
+  attempt([&] {
+    for (const UnitSpec& unit : spec.units()) {
+      const std::string& axis = unit.options.shard_axis;
+      if (!axis.empty() && (group.axes().size() != 1 || group.axes()[0].name != axis)) {
+        throw UsageError("unit " + unit.name + ": the mesh has no axis " + axis +
+                         " to shard it over");
+      }
+    }
+    blueprint_ = Blueprint::make(spec, optimizer, world_, options);
+    check_budgets(blueprint_, world_);
+    check_machine(blueprint_, group_->ranks_here());
+    text = blueprint_.identity();
+  });
+  agree(status, text, own);
+  text.clear();
+  attempt([&] { storage_ = std::make_unique<Storage>(blueprint_, rank_); });
+  agree(status, text, own);
+  construct(group);
+}
+
+void Core::agree(std::uint32_t status, const std::string& text, std::exception_ptr own) {
+  const Hello mine{XXH3_64bits(text.data(), text.size()), text.size(), status,
+                   static_cast<std::uint32_t>(rank_)};
+  std::vector<Hello> all(static_cast<std::size_t>(world_));
+  group_->exchange({comm::Operation::construct, 0, sizeof mine, 0}, &mine, all.data());
+  std::uint64_t longest = 0;
+  bool same = true;
+  for (const Hello& hello : all) {
+    longest = std::max(longest, hello.bytes);
+    same =
+        same && hello.hash == all[0].hash && hello.status == kFine && hello.bytes == all[0].bytes;
+  }
+  if (same) return;
+  std::vector<char> padded(longest, '\0');
+  std::copy(text.begin(), text.end(), padded.begin());
+  std::vector<char> texts(longest * static_cast<std::size_t>(world_));
+  group_->exchange({comm::Operation::construct, 0, longest, 1}, padded.data(), texts.data());
+  const auto text_of = [&](int r) {
+    const std::size_t at = static_cast<std::size_t>(r);
+    return std::string(texts.data() + at * longest, all[at].bytes);
+  };
+  if (own != nullptr) std::rethrow_exception(own);
+  for (int r = 0; r < world_; ++r) {
+    const std::string message =
+        "rank " + std::to_string(r) + " could not make its engine: " + text_of(r);
+    switch (all[static_cast<std::size_t>(r)].status) {
+      case kFine:
+        continue;
+      case kUsage:
+        throw UsageError(message);
+      case kMemory:
+        throw OutOfMemory(message);
+      default:
+        throw CommError(message);
+    }
+  }
+  for (int r = 1; r < world_; ++r) {
+    const std::string first = text_of(0);
+    const std::string other = text_of(r);
+    if (first == other) continue;
+    throw UsageError(
+        "ranks made different engines: " + first_difference(first, other, 0, r) +
+        ". Spec, optimizer and options that change bits must be the same on every rank");
+  }
+}
+
+void Core::construct(const ProcessGroup& /*group*/) {
+  storage_->share(*group_);
+  const std::uint64_t capacity = DataPlane::queue_capacity(blueprint_);
+  auto board = group_->make_board(4 * capacity, DataPlane::vote_bytes(blueprint_));
+  endpoint_ = std::make_unique<comm::Endpoint>(
+      group_, std::move(board), blueprint_.options.deadline_seconds,
+      [this](const comm::PackedSignature& s) { return DataPlane::describe(blueprint_, s); });
+  plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, rank_);
+  cursor_ = std::make_unique<Cursor>(&blueprint_.training, &blueprint_.evaluation,
+                                     blueprint_.options.accumulation == Accumulation::reduced,
+                                     static_cast<CursorSink*>(this));
+  prepare_bindings();
+  prepare_hyper_classes();
+}
+
+Core::~Core() {
+  close();
+}
+
+void Core::close() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  try {
+    // A queue may wait for peers for ever: the failure lets it go.
+    if (endpoint_ != nullptr && cursor_ != nullptr && (cursor_->in_range() || poison_ != nullptr)) {
+      endpoint_->fail("rank " + std::to_string(rank_) +
+                      " destroyed its engine inside a range of micro-steps or evaluation passes");
+    }
+    if (poison_ == nullptr) {
+      poison_ = std::make_exception_ptr(
+          UsageError("the engine is destroyed, but a guard or range of it is still used"));
+    }
+  } catch (...) {
+    poison_ = std::current_exception();
+  }
+  plane_.reset();
+  endpoint_.reset();
+}
+
+void Core::prepare_bindings() {
+  const shard::Layout& layout = *blueprint_.layout;
+  bound_.resize(layout.units().size());
+  modes_.assign(layout.units().size(), GradientMode::accumulate);
+  for (const UnitSpec& unit : blueprint_.spec.units()) {
+    for (const ParameterSpec& p : unit.parameters) {
+      const shard::Place& place = layout.place(p.id);
+      const shard::Segment& segment = layout.units()[static_cast<std::size_t>(place.unit)]
+                                          .segments[static_cast<std::size_t>(place.segment)];
+      const shard::Placed& placed = segment.placed[static_cast<std::size_t>(place.index)];
+      bound_[static_cast<std::size_t>(place.unit)].push_back(
+          {p.id, p.data, p.gradient, place.segment, placed.start, size_of(segment.dtype),
+           segment.trained()});
+      p.data.assign(nullptr);
+      p.gradient.assign(nullptr);
+    }
+  }
+}
+
+// -- endings
+// ---------------------------------------------------------------------------------------
+
+void Core::poison(std::exception_ptr cause, const std::string& message) {
+  if (poison_ == nullptr) poison_ = std::move(cause);
+  if (endpoint_ != nullptr) endpoint_->fail(message);
+}
+
+void Core::abandon(const std::string& scope) noexcept {
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::string message = "rank " + std::to_string(rank_) + ": " + scope +
+                                " was left by an exception" + where() +
+                                "; make a new engine, from a checkpoint if need be";
+    poison(std::make_exception_ptr(Error(message)), message);
+  } catch (...) {
+    if (poison_ == nullptr) poison_ = std::current_exception();
+  }
+}
+
+void Core::check_poison() const {
+  if (poison_ != nullptr) std::rethrow_exception(poison_);
+}
+
+std::string Core::where() const {
+  if (cursor_ == nullptr) return "";
+  std::string text = " (step " + std::to_string(cursor_->step_count());
+  if (cursor_->in_micro_step()) {
+    text += cursor_->in_evaluation() ? ", evaluation pass " : ", micro-step ";
+    text += std::to_string(cursor_->micro());
+  }
+  return text + ")";
+}
+
+void Core::check_unit(UnitId unit) const {
+  if (unit.value >= 0 && unit.value < static_cast<std::int32_t>(bound_.size())) return;
+  throw UsageError("unit " + std::to_string(unit.value) + " is not in the spec; it has " +
+                   std::to_string(bound_.size()) + " units");
+}
+
+void Core::check_between_steps(std::string_view call) const {
+  if (!cursor_->in_range()) return;
+  throw UsageError(std::string(call) + " inside a range of micro-steps or evaluation passes" +
+                   where() + "; call it between steps");
+}
+
+// -- ranges
+// ----------------------------------------------------------------------------------------
+
+void Core::begin_micro_steps(int n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  guarded([&] { cursor_->micro_steps(n); });
+}
+
+void Core::begin_evaluation_passes(int n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  guarded([&] { cursor_->evaluation_passes(n); });
+}
+
+bool Core::next_micro_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  return guarded([&] {
+    const bool more = cursor_->next_micro_step();
+    if (!more && blueprint_.options.poison_slots && !cursor_->in_range()) {
+      plane_->drain();
+      storage_->poison_gather_arena();
+    }
+    return more;
+  });
+}
+
+void Core::finish_evaluation() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  if (!cursor_->in_evaluation())
+    throw UsageError("finish_evaluation() outside an evaluation range");
+  guarded([&] {
+    while (cursor_->next_micro_step()) {
+    }
+  });
+}
+
+MicroStep Core::micro_step() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {cursor_->micro(), cursor_->n(), blueprint_.options.loss_scale};
+}
+
+// -- positions
+// -------------------------------------------------------------------------------------
+
+GradientMode Core::acquire(UnitId unit, Pass pass) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  check_unit(unit);
+  return guarded([&] {
+    fresh_gradient_ = false;
+    cursor_->acquire(unit, pass);
+    GradientMode& mode = modes_[static_cast<std::size_t>(unit.value)];
+    if (pass == Pass::backward) {
+      mode = fresh_gradient_ ? blueprint_.options.gradient_mode : GradientMode::accumulate;
+    }
+    bind(unit);
+    return mode;
+  });
+}
+
+void Core::commit(UnitId unit) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  check_unit(unit);
+  guarded([&] { cursor_->commit(unit); });
+}
+
+void Core::release(UnitId unit, Pass pass) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  check_unit(unit);
+  guarded([&] {
+    cursor_->release(unit, pass);
+    if (cursor_->held(unit)) {
+      bind(unit);
+    } else {
+      unbind(unit);
+    }
+  });
+}
+
+void Core::release_quietly(UnitId unit, Pass pass) noexcept {
+  try {
+    release(unit, pass);
+  } catch (const std::exception& error) {
+    // A destructor cannot throw: the next call does.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    unbind(unit);
+    if (poison_ == nullptr) {
+      try {
+        poison(std::current_exception(), "rank " + std::to_string(rank_) + ": " + error.what());
+      } catch (...) {
+        poison_ = std::current_exception();
+      }
+    }
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (poison_ == nullptr) poison_ = std::current_exception();
+  }
+}
+
+void Core::skip(UnitId unit) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  check_unit(unit);
+  guarded([&] { cursor_->skip(unit); });
+}
+
+// -- addresses
+// -------------------------------------------------------------------------------------
+
+void Core::bind(UnitId unit) {
+  const std::int32_t u = unit.value;
+  const std::int64_t offset = cursor_->address(unit);
+  const bool backward = cursor_->held_backward(unit) >= 0;
+  for (const Bound& b : bound_[static_cast<std::size_t>(u)]) {
+    std::byte* segment = storage_->replicated(u, b.segment) ? storage_->full(rank_, u, b.segment)
+                                                            : storage_->slot(offset, u, b.segment);
+    void* data = segment + b.start * b.item;
+    void* gradient = backward && b.trained
+                         ? storage_->gradient(rank_, u, b.segment) + b.start * b.item
+                         : nullptr;
+    b.data.assign(data);
+    b.gradient.assign(gradient);
+    if (on_bind_) on_bind_({b.parameter, data, gradient, modes_[static_cast<std::size_t>(u)]});
+  }
+}
+
+void Core::unbind(UnitId unit) noexcept {
+  for (const Bound& b : bound_[static_cast<std::size_t>(unit.value)]) {
+    b.data.assign(nullptr);
+    b.gradient.assign(nullptr);
+    if (on_bind_) on_bind_({b.parameter, nullptr, nullptr, GradientMode::accumulate});
+  }
+}
+
+UnitId Core::unit_of(ParameterId id) const {
+  if (id.value < 0 || id.value >= blueprint_.spec.parameter_count()) {
+    throw UsageError("parameter " + std::to_string(id.value) + " is not in the spec");
+  }
+  return UnitId{blueprint_.layout->place(id).unit};
+}
+
+void* Core::pointer(ParameterId id) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  const UnitId unit = unit_of(id);
+  if (!cursor_->held(unit)) {
+    throw UsageError("parameter " + blueprint_.spec.parameter(id).name + ": its unit is not held");
+  }
+  const shard::Place& place = blueprint_.layout->place(id);
+  const shard::Segment& segment = blueprint_.layout->units()[static_cast<std::size_t>(place.unit)]
+                                      .segments[static_cast<std::size_t>(place.segment)];
+  std::byte* base = storage_->replicated(place.unit, place.segment)
+                        ? storage_->full(rank_, place.unit, place.segment)
+                        : storage_->slot(cursor_->address(unit), place.unit, place.segment);
+  return base +
+         segment.placed[static_cast<std::size_t>(place.index)].start * size_of(segment.dtype);
+}
+
+void* Core::gradient(ParameterId id) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  const UnitId unit = unit_of(id);
+  const shard::Place& place = blueprint_.layout->place(id);
+  const shard::Segment& segment = blueprint_.layout->units()[static_cast<std::size_t>(place.unit)]
+                                      .segments[static_cast<std::size_t>(place.segment)];
+  if (!segment.trained() || cursor_->held_backward(unit) < 0) return nullptr;
+  return storage_->gradient(rank_, place.unit, place.segment) +
+         segment.placed[static_cast<std::size_t>(place.index)].start * size_of(segment.dtype);
+}
+
+GradientMode Core::gradient_mode(UnitId unit) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  check_unit(unit);
+  return modes_[static_cast<std::size_t>(unit.value)];
+}
+
+void Core::on_bind(std::function<void(const Binding&)> callback) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_poison();
+  on_bind_ = std::move(callback);
+}
+
+// -- what the cursor decides
+// -----------------------------------------------------------------------
+
+void Core::issue(Queue /*the item's kind says it*/, const Signature& signature, const Item& item) {
+  switch (item.kind) {
+    case ItemKind::vote:
+      plane_->issue_vote(signature, cursor_->touched(), arguments_);
+      break;
+    case ItemKind::gather_gradient:
+    case ItemKind::gather_parameter:
+      plane_->issue_step_gather(signature, item, half_);
+      break;
+    case ItemKind::gather:
+    case ItemKind::reduce:
+      plane_->issue(signature, item, cursor_->written()[static_cast<std::size_t>(item.unit)] != 0);
+      break;
+  }
+}
+
+void Core::accumulate_locally(const Item& item) {
+  if (cursor_->written()[static_cast<std::size_t>(item.unit)] != 0)
+    plane_->accumulate_locally(item.unit);
+}
+
+void Core::wait(Queue queue, std::uint64_t count) {
+  plane_->wait(queue, count);
+}
+
+void Core::use(std::int32_t position, std::int32_t /*micro*/) {
+  const Position& at = cursor_->schedule().program[static_cast<std::size_t>(position)];
+  const auto u = static_cast<std::size_t>(at.unit.value);
+  const std::int64_t bytes = blueprint_.layout->units()[u].gradient_bytes;
+  if (at.pass != Pass::backward || bytes == 0 || !cursor_->unwritten(at.unit)) return;
+  fresh_gradient_ = true;
+  const bool zero = blueprint_.options.gradient_mode == GradientMode::accumulate;
+  if (zero || blueprint_.options.poison_slots) {
+    std::memset(storage_->gradients(at.unit.value), zero ? 0 : 0xFF,
+                static_cast<std::size_t>(bytes));
+  }
+}
+
+void Core::released(std::int32_t /*position: bindings follow the unit's holds*/) {}
+
+}  // namespace zshard::engine

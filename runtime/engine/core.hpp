@@ -1,0 +1,185 @@
+// The engine behind the public interface: one rank's cursor, storage and queues, and who may call
+// what when. Every public method takes the lock; the queues' threads never do, so a call may wait
+// for them while it holds it.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "optimizers/rule.hpp"
+#include "runtime/comm/endpoint.hpp"
+#include "runtime/comm/group.hpp"
+#include "runtime/engine/blueprint.hpp"
+#include "runtime/engine/cursor.hpp"
+#include "runtime/engine/data_plane.hpp"
+#include "runtime/engine/storage.hpp"
+#include "zshard/engine.hpp"
+
+namespace zshard::engine {
+
+class Core final : private CursorSink {
+ public:
+  Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
+       const EngineOptions& options);
+  ~Core() override;
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  // -- the loop (core.cpp) --
+  void begin_micro_steps(int n);
+  void begin_evaluation_passes(int n);
+  bool next_micro_step();
+  void finish_evaluation();
+  [[nodiscard]] MicroStep micro_step() const;
+  GradientMode acquire(UnitId unit, Pass pass);
+  void commit(UnitId unit);
+  void release(UnitId unit, Pass pass);
+  void skip(UnitId unit);
+  [[nodiscard]] void* pointer(ParameterId id) const;
+  [[nodiscard]] void* gradient(ParameterId id) const;
+  [[nodiscard]] UnitId unit_of(ParameterId id) const;  // of the owner, for an alias
+  [[nodiscard]] GradientMode gradient_mode(UnitId unit) const;
+  void on_bind(std::function<void(const Binding&)> callback);
+
+  // -- the step (core_step.cpp) --
+  StepReport step(const StepOptions& options);
+
+  // -- contents (core_contents.cpp) --
+  void initialize(UnitId unit, const Initializer& fill);
+  enum class Content : std::uint8_t { parameter, gradient, state };
+  void read(Content content, const std::string& name, const std::string& slot, std::span<float> out,
+            std::int64_t first);
+  void write(Content content, const std::string& name, const std::string& slot,
+             std::span<const float> values, std::int64_t first);
+  [[nodiscard]] std::int64_t step_count() const;
+  void set_step_count(std::int64_t step);
+
+  // -- facts --
+  [[nodiscard]] const Blueprint& blueprint() const { return blueprint_; }
+  [[nodiscard]] const Storage& storage() const { return *storage_; }
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int world() const { return world_; }
+
+  // -- endings --
+  /// From now on every call throws `cause`, and peers' collectives throw CommError.
+  void poison(std::exception_ptr cause, const std::string& message);
+  /// A guard or a range was left by an exception that is still on its way.
+  void abandon(const std::string& scope) noexcept;
+  /// The Engine is gone; guards may still live.
+  void close() noexcept;
+  /// Releases on behalf of a destructor: errors are kept for the next call.
+  void release_quietly(UnitId unit, Pass pass) noexcept;
+
+ private:
+  // A bound pointer pair; offsets in elements of the segment.
+  struct Bound {
+    ParameterId parameter;
+    PointerBinding data;
+    PointerBinding gradient;
+    std::int32_t segment = 0;
+    std::int64_t start = 0;
+    std::int64_t item = 4;
+    bool trained = false;
+  };
+  struct HyperClass {
+    std::int32_t group = -1;
+    double lr_scale = 1.0;
+    bool decay = true;
+  };
+  struct Location {
+    std::int32_t unit = 0;
+    std::int32_t segment = 0;
+    const shard::Segment* layout = nullptr;
+    const shard::Placed* placed = nullptr;
+  };
+
+  // CursorSink
+  void issue(Queue queue, const Signature& signature, const Item& item) override;
+  void accumulate_locally(const Item& item) override;
+  void wait(Queue queue, std::uint64_t count) override;
+  void use(std::int32_t position, std::int32_t micro) override;
+  void released(std::int32_t position) override;
+
+  void construct(const ProcessGroup& group);
+  void agree(std::uint32_t status, const std::string& text, std::exception_ptr own);
+  void prepare_bindings();
+  void prepare_hyper_classes();
+  void bind(UnitId unit);
+  void unbind(UnitId unit) noexcept;
+  void check_unit(UnitId unit) const;
+  void check_poison() const;
+  void check_between_steps(std::string_view call) const;
+  [[nodiscard]] std::string where() const;
+  /// Runs a piece of a call; errors other than UsageError poison the engine.
+  template <class Body>
+  auto guarded(Body&& body);
+
+  void resolve(const StepOptions& options, double* lr);
+  [[nodiscard]] std::uint64_t hash_arguments(double unscale, const StepOptions& options);
+  void update_all(const StepOptions& options, float factor);
+  void update_unit(std::int32_t unit, float factor, int half);
+  void fill_report_totals(StepReport& report);
+
+  [[nodiscard]] Location locate(const std::string& name) const;
+  void rendezvous(comm::Operation operation, std::uint64_t tag);
+  [[nodiscard]] float* state_of(int r, const Location& at, const std::string& slot,
+                                const std::string& name) const;
+
+  Blueprint blueprint_;
+  std::shared_ptr<comm::Group> group_;
+  int rank_;
+  int world_;
+  std::unique_ptr<Storage> storage_;
+  std::unique_ptr<comm::Endpoint> endpoint_;
+  std::unique_ptr<DataPlane> plane_;
+  std::unique_ptr<Cursor> cursor_;
+
+  mutable std::mutex mutex_;
+  std::exception_ptr poison_;
+  bool closed_ = false;
+  std::function<void(const Binding&)> on_bind_;
+  std::vector<std::vector<Bound>> bound_;  // per unit, aliases of its parameters included
+  std::vector<GradientMode> modes_;        // per unit, of the last backward acquire
+  bool fresh_gradient_ = false;            // set by use() within acquire
+  bool step_vote_ = false;                 // the next issue is the vote of step()
+  std::uint64_t arguments_ = 0;            // hash of step()'s arguments
+  int half_ = 0;                           // buffer of the next gathered gradient (stage 0)
+  std::vector<HyperClass> classes_;
+  std::vector<std::int32_t> class_of_;            // per parameter
+  std::vector<optimizers::Resolved> resolved_;    // per class, of the present step
+  std::vector<optimizers::Constants> constants_;  // per class
+  std::vector<double> argument_words_;
+  std::vector<std::int32_t> order_;  // touched units in update order
+  double update_seconds_ = 0.0;
+  struct Totals {
+    std::int64_t gathered = 0;
+    std::int64_t reduced = 0;
+    std::int64_t gather_ns = 0;
+    std::int64_t reduce_ns = 0;
+    std::uint64_t behind = 0;
+  } reported_;  // up to the last report
+};
+
+template <class Body>
+auto Core::guarded(Body&& body) {
+  try {
+    return body();
+  } catch (const UsageError&) {
+    throw;  // thrown before anything changed
+  } catch (const std::exception& error) {
+    poison(std::current_exception(), "rank " + std::to_string(rank_) + ": " + error.what());
+    throw;
+  } catch (...) {
+    poison(std::current_exception(), "rank " + std::to_string(rank_) + ": an unknown exception");
+    throw;
+  }
+}
+
+}  // namespace zshard::engine

@@ -1,0 +1,420 @@
+#include "runtime/engine/data_plane.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <tuple>
+
+#include "runtime/kernels/kernels.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::engine {
+namespace {
+
+// What the vote exchanges, followed by one bit a unit.
+struct Ballot {
+  double sum;
+  std::int64_t non_finite;
+  std::int64_t first_element;
+  std::int32_t first_unit;
+  std::int32_t first_index;
+  std::uint64_t arguments;
+};
+
+class Timer {
+ public:
+  explicit Timer(std::atomic<std::int64_t>& total)
+      : total_(total), start_(std::chrono::steady_clock::now()) {}
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+  ~Timer() {
+    const auto spent = std::chrono::steady_clock::now() - start_;
+    total_.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count(),
+                     std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<std::int64_t>& total_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+constexpr std::uint64_t field(std::uint64_t value, int shift) {
+  return value << shift;
+}
+
+std::uint64_t low32(std::int32_t value) {
+  return static_cast<std::uint32_t>(value);
+}
+
+comm::PackedSignature pack(const Signature& s, std::int64_t bytes) {
+  return {field(static_cast<std::uint64_t>(s.kind), 56) | field(s.evaluation ? 1 : 0, 48) |
+              low32(s.unit),
+          field(low32(s.position), 32) | low32(s.micro),
+          field(low32(s.n), 32) | (s.range & 0xFFFFFFFF), static_cast<std::uint64_t>(bytes)};
+}
+
+const UnitSpec& unit_of(const Blueprint& b, std::int32_t unit) {
+  return b.spec.units()[static_cast<std::size_t>(unit)];
+}
+
+}  // namespace
+
+std::string DataPlane::describe(const Blueprint& b, const comm::PackedSignature& p) {
+  const auto kind = static_cast<ItemKind>(p[0] >> 56);
+  const auto unit = static_cast<std::int32_t>(p[0] & 0xFFFFFFFF);
+  const auto position = static_cast<std::int32_t>(p[1] >> 32);
+  const auto micro = static_cast<std::int32_t>(p[1] & 0xFFFFFFFF);
+  std::string text(to_string(kind));
+  if (unit >= 0 && unit < static_cast<std::int32_t>(b.spec.units().size())) {
+    text += " of unit " + unit_of(b, unit).name;
+  }
+  if (position >= 0) text += " for position " + std::to_string(position);
+  text += " in micro-step " + std::to_string(micro) + " of " + std::to_string(p[2] >> 32);
+  text += (p[0] >> 48 & 1) != 0 ? " of an evaluation" : "";
+  return text + ", range " + std::to_string(p[2] & 0xFFFFFFFF) + ", " + std::to_string(p[3]) +
+         " bytes";
+}
+
+std::size_t DataPlane::vote_bytes(const Blueprint& b) {
+  return sizeof(Ballot) + (b.spec.units().size() + 63) / 64 * 8;
+}
+
+std::uint64_t DataPlane::queue_capacity(const Blueprint& b) {
+  const std::size_t items = b.training.first.size() + b.training.later.size() +
+                            b.evaluation.first.size() + b.evaluation.later.size() +
+                            2 * b.spec.units().size();
+  return std::bit_ceil(static_cast<std::uint64_t>(items) + 64);
+}
+
+DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
+                     int rank)
+    : blueprint_(blueprint),
+      storage_(storage),
+      endpoint_(endpoint),
+      layout_(*blueprint.layout),
+      rank_(rank),
+      world_(blueprint.layout->world()),
+      local_(blueprint.options.accumulation == Accumulation::local),
+      ballot_(vote_bytes(blueprint)),
+      sources_(static_cast<std::size_t>(world_)),
+      segments_(static_cast<std::size_t>(world_)) {
+  vote_.touched.assign(layout_.units().size(), 0);
+  const std::uint64_t capacity = queue_capacity(blueprint);
+  const EngineOptions& options = blueprint.options;
+  std::uint64_t seed = static_cast<std::uint64_t>(rank) * 2 + 1;
+  for (Lane* lane : {&gather_, &reduce_}) {
+    lane->ring.resize(2 * capacity);
+    lane->stream = options.inline_queues ? device::make_inline_stream()
+                                         : device::make_thread_stream(
+                                               capacity, options.test_delay_microseconds, seed++);
+  }
+}
+
+DataPlane::~DataPlane() = default;
+
+void DataPlane::append(Queue queue, const Signature& signature, const Work& work,
+                       std::int64_t bytes) {
+  endpoint_.publish(signature.sequence, pack(signature, bytes));
+  Lane& lane = queue == Queue::gather ? gather_ : reduce_;
+  const std::uint64_t index = lane.count++ % lane.ring.size();
+  lane.ring[index] = work;
+  lane.stream->submit({queue == Queue::gather ? &run_gather : &run_reduce, this, index});
+}
+
+void DataPlane::issue(const Signature& signature, const Item& item, bool contributes) {
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(item.unit)];
+  const bool gather = item.kind == ItemKind::gather;
+  append(gather ? Queue::gather : Queue::reduce, signature,
+         {item, signature.sequence, contributes, 0},
+         gather ? unit.gather_bytes : unit.gradient_bytes);
+}
+
+void DataPlane::issue_step_gather(const Signature& signature, const Item& item, int half) {
+  append(Queue::gather, signature, {item, signature.sequence, true, half},
+         layout_.units()[static_cast<std::size_t>(item.unit)].gradient_bytes);
+}
+
+void DataPlane::wait(Queue queue, std::uint64_t count) {
+  (queue == Queue::gather ? gather_ : reduce_).stream->wait(count);
+}
+
+void DataPlane::drain() {
+  wait(Queue::gather, gather_.count);
+  wait(Queue::reduce, reduce_.count);
+}
+
+std::uint64_t DataPlane::issued(Queue queue) const {
+  return (queue == Queue::gather ? gather_ : reduce_).count;
+}
+
+void DataPlane::stop() {
+  gather_.stream.reset();
+  reduce_.stream.reset();
+}
+
+void DataPlane::run_gather(void* object, std::uint64_t index) {
+  auto* self = static_cast<DataPlane*>(object);
+  const Timer timer(self->traffic_.gather_nanoseconds);
+  const Work& work = self->gather_.ring[index];
+  self->endpoint_.meet(comm::Lane::gather, work.sequence, 0);
+  if (work.item.kind == ItemKind::gather) {
+    self->gather(work);
+  } else {
+    self->step_gather(work);
+  }
+  self->endpoint_.finish(comm::Lane::gather);
+}
+
+void DataPlane::run_reduce(void* object, std::uint64_t index) {
+  auto* self = static_cast<DataPlane*>(object);
+  const Timer timer(self->traffic_.reduce_nanoseconds);
+  const Work& work = self->reduce_.ring[index];
+  if (work.item.kind == ItemKind::vote) {
+    self->exchange_votes(work);
+  } else {
+    self->reduce(work);
+  }
+}
+
+void DataPlane::gather(const Work& work) {
+  const std::int32_t u = work.item.unit;
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  if (blueprint_.options.poison_slots) {
+    std::memset(storage_.slot(work.item.offset, u, 0) - unit.segments[0].byte, 0xFF,
+                static_cast<std::size_t>(unit.gather_bytes));
+  }
+  std::int64_t moved = 0;
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.gathered() || seg.padded == 0) continue;
+    std::byte* target = storage_.slot(work.item.offset, u, static_cast<int>(s));
+    // Each rank begins at its own place, so that not all read the same peer at once.
+    for (int k = 0; k < world_; ++k) {
+      const int r = (rank_ + k) % world_;
+      std::memcpy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
+                  static_cast<std::size_t>(seg.shard_bytes()));
+    }
+    moved += seg.bytes();
+  }
+  traffic_.gathered_bytes.fetch_add(moved, std::memory_order_relaxed);
+}
+
+void DataPlane::step_gather(const Work& work) {
+  const std::int32_t u = work.item.unit;
+  if (work.item.kind == ItemKind::gather_gradient) {
+    copy_gradients(u, work.half);
+    return;
+  }
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  std::int64_t moved = 0;
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained() || !storage_.replicated(u, static_cast<int>(s)) || seg.padded == 0) continue;
+    std::byte* target = storage_.full(rank_, u, static_cast<int>(s));
+    for (int k = 1; k < world_; ++k) {
+      const int r = (rank_ + k) % world_;
+      std::memcpy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
+                  static_cast<std::size_t>(seg.shard_bytes()));
+    }
+    moved += seg.bytes() - seg.shard_bytes();
+  }
+  traffic_.gathered_bytes.fetch_add(moved, std::memory_order_relaxed);
+}
+
+void DataPlane::copy_gradients(std::int32_t u, int half) {
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained() || seg.padded == 0) continue;
+    float* target = storage_.gathered_gradient(half, u, static_cast<int>(s));
+    for (int k = 0; k < world_; ++k) {
+      const int r = (rank_ + k) % world_;
+      std::memcpy(target + r * seg.shard, storage_.accumulator(r, u, static_cast<int>(s)),
+                  static_cast<std::size_t>(seg.shard) * 4);
+    }
+    traffic_.gathered_bytes.fetch_add(seg.padded * 4, std::memory_order_relaxed);
+  }
+}
+
+void DataPlane::gather_gradient_alone(std::int32_t unit, int half) {
+  copy_gradients(unit, half);
+}
+
+void DataPlane::accumulate_locally(std::int32_t u) {
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained()) continue;
+    const std::byte* gradient = storage_.gradient(rank_, u, static_cast<int>(s));
+    float* buffer = storage_.local(rank_, u, static_cast<int>(s));
+    // Parameter by parameter: padding of gradient slots is undefined.
+    for (const shard::Placed& p : seg.placed) {
+      kernels::accumulate(gradient + p.start * size_of(seg.dtype), seg.dtype, buffer + p.start,
+                          p.count);
+    }
+  }
+}
+
+void DataPlane::prepare_contribution(std::int32_t u) {
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  if (local_) {
+    accumulate_locally(u);
+    return;
+  }
+  constexpr std::int64_t kChunk = 2048;
+  float chunk[kChunk];
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained()) continue;
+    std::byte* staging = storage_.wire_staging(rank_, u, static_cast<int>(s));
+    if (staging == nullptr) continue;
+    const DType wire = *blueprint_.options.wire;
+    const std::byte* gradient = storage_.gradient(rank_, u, static_cast<int>(s));
+    for (const shard::Placed& p : seg.placed) {
+      for (std::int64_t at = p.start; at < p.start + p.count; at += kChunk) {
+        const std::int64_t count = std::min(kChunk, p.start + p.count - at);
+        kernels::widen(gradient + at * size_of(seg.dtype), seg.dtype, chunk, count);
+        kernels::narrow(chunk, wire, staging + at * size_of(wire), count);
+      }
+    }
+  }
+}
+
+void DataPlane::reduce(const Work& work) {
+  const std::int32_t u = work.item.unit;
+  const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  if (work.contributes) prepare_contribution(u);
+  // In accumulation `local` the buffers of all micro-steps count, also of a rank that skipped the
+  // last one.
+  endpoint_.meet(comm::Lane::reduce, work.sequence, work.contributes || local_ ? 1 : 0);
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    if (unit.segments[s].trained()) reduce_segment(u, static_cast<std::int32_t>(s));
+  }
+  endpoint_.finish(comm::Lane::reduce);
+  if (blueprint_.options.poison_slots) {
+    std::memset(storage_.gradients(u), 0xFF, static_cast<std::size_t>(unit.gradient_bytes));
+  }
+}
+
+void DataPlane::reduce_segment(std::int32_t u, std::int32_t s) {
+  const shard::Segment& seg =
+      layout_.units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
+  DType dtype = seg.dtype;
+  for (int r = 0; r < world_; ++r) {
+    const std::byte* from = nullptr;
+    if (endpoint_.payload(comm::Lane::reduce, r) != 0) {
+      if (local_) {
+        from = reinterpret_cast<const std::byte*>(storage_.local(r, u, s));
+      } else {
+        from = storage_.wire_staging(r, u, s);
+        if (from == nullptr) from = storage_.gradient(r, u, s);
+      }
+    }
+    segments_[static_cast<std::size_t>(r)] = from;
+  }
+  if (local_) {
+    dtype = DType::f32;
+  } else if (storage_.wire_staging(rank_, u, s) != nullptr) {
+    dtype = *blueprint_.options.wire;
+  }
+  float* accumulator = storage_.accumulator(rank_, u, s);
+  for (const shard::Placed& p : seg.placed) {
+    const shard::Range own = seg.owned(p, rank_);
+    if (own.empty()) continue;
+    for (std::size_t r = 0; r < sources_.size(); ++r) {
+      sources_[r] = segments_[r] == nullptr ? nullptr : segments_[r] + own.lo * size_of(dtype);
+    }
+    kernels::reduce_add(sources_.data(), world_, dtype, dtype, blueprint_.options.reduction_group,
+                        accumulator + own.lo - rank_ * seg.shard, own.count());
+    traffic_.reduced_bytes.fetch_add(own.count() * size_of(dtype) * world_,
+                                     std::memory_order_relaxed);
+  }
+}
+
+void DataPlane::issue_vote(const Signature& signature, std::span<const char> touched,
+                           std::uint64_t arguments) {
+  Ballot ballot{0.0, 0, -1, -1, -1, arguments};
+  double* blocks = storage_.square_blocks();
+  for (std::size_t u = 0; u < layout_.units().size(); ++u) {
+    const shard::UnitLayout& unit = layout_.units()[u];
+    double of_unit = 0.0;
+    std::int32_t index = 0;
+    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+      const shard::Segment& seg = unit.segments[s];
+      for (const shard::Placed& p : seg.placed) {
+        const std::int32_t mine = index++;
+        const shard::Range own = seg.owned(p, rank_);
+        if (!seg.trained() || own.empty()) continue;
+        const float* values =
+            storage_.accumulator(rank_, static_cast<int>(u), static_cast<int>(s)) + own.lo -
+            rank_ * seg.shard;
+        const kernels::Squares squares = kernels::block_squares(values, own.count(), blocks);
+        const std::int64_t count =
+            (own.count() + kernels::kSquareBlock - 1) / kernels::kSquareBlock;
+        for (std::int64_t b = 0; b < count; ++b) of_unit += blocks[b];
+        blocks += count;
+        ballot.non_finite += squares.non_finite;
+        if (squares.non_finite != 0 && ballot.first_unit < 0) {
+          ballot.first_unit = static_cast<std::int32_t>(u);
+          ballot.first_index = mine;
+          ballot.first_element = own.lo + squares.first - p.start;
+        }
+      }
+    }
+    ballot.sum += of_unit;
+  }
+  std::memset(ballot_.data(), 0, ballot_.size());
+  std::memcpy(ballot_.data(), &ballot, sizeof ballot);
+  for (std::size_t u = 0; u < touched.size(); ++u) {
+    if (touched[u]) ballot_[sizeof ballot + u / 8] |= static_cast<std::byte>(1U << (u % 8));
+  }
+  append(Queue::reduce, signature, {{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0},
+         static_cast<std::int64_t>(ballot_.size()));
+}
+
+void DataPlane::exchange_votes(const Work& work) {
+  std::memcpy(endpoint_.bytes(rank_), ballot_.data(), ballot_.size());
+  endpoint_.meet(comm::Lane::reduce, work.sequence, 0);
+  vote_.sum = 0.0;
+  vote_.non_finite = 0;
+  vote_.first_unit = vote_.first_index = -1;
+  vote_.first_element = -1;
+  std::fill(vote_.touched.begin(), vote_.touched.end(), char{0});
+  int different = -1;
+  std::uint64_t arguments = 0;
+  for (int r = 0; r < world_; ++r) {
+    Ballot ballot;
+    std::memcpy(&ballot, endpoint_.bytes(r), sizeof ballot);
+    if (r == 0) arguments = ballot.arguments;
+    if (ballot.arguments != arguments && different < 0) different = r;
+    vote_.sum += ballot.sum;
+    vote_.non_finite += ballot.non_finite;
+    const auto place = [](std::int32_t u, std::int32_t i, std::int64_t e) {
+      return std::tuple(u, i, e);
+    };
+    if (ballot.non_finite != 0 &&
+        (vote_.first_unit < 0 ||
+         place(ballot.first_unit, ballot.first_index, ballot.first_element) <
+             place(vote_.first_unit, vote_.first_index, vote_.first_element))) {
+      vote_.first_unit = ballot.first_unit;
+      vote_.first_index = ballot.first_index;
+      vote_.first_element = ballot.first_element;
+    }
+    const std::byte* bits = endpoint_.bytes(r) + sizeof ballot;
+    for (std::size_t u = 0; u < vote_.touched.size(); ++u) {
+      if ((bits[u / 8] & static_cast<std::byte>(1U << (u % 8))) != std::byte{0})
+        vote_.touched[u] = 1;
+    }
+  }
+  endpoint_.finish(comm::Lane::reduce);
+  if (different >= 0) {
+    const std::string message = "ranks 0 and " + std::to_string(different) +
+                                " called step() with different arguments; learning rate, scales, "
+                                "clipping and groups must be the same on every rank";
+    endpoint_.fail(message);
+    throw CommError(message);
+  }
+}
+
+}  // namespace zshard::engine

@@ -1,0 +1,117 @@
+// Executes the collectives that the cursor issues, in order, on two queues: gathers and reductions.
+// Knows addresses and sums, not positions or guards. What waits for what is the cursor's affair.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/comm/endpoint.hpp"
+#include "runtime/device/stream.hpp"
+#include "runtime/engine/cursor.hpp"
+#include "runtime/engine/storage.hpp"
+
+namespace zshard::engine {
+
+/// What all ranks learn from the vote.
+struct Vote {
+  double sum = 0.0;  // of squares
+  std::int64_t non_finite = 0;
+  std::int32_t first_unit = -1;
+  std::int32_t first_index = -1;  // parameter in layout order
+  std::int64_t first_element = -1;
+  std::vector<char> touched;  // one flag a unit: some rank used it
+};
+
+/// Totals since construction; written by the queues, read by anyone.
+struct Traffic {
+  std::atomic<std::int64_t> gathered_bytes{0};
+  std::atomic<std::int64_t> reduced_bytes{0};
+  std::atomic<std::int64_t> gather_nanoseconds{0};
+  std::atomic<std::int64_t> reduce_nanoseconds{0};
+};
+
+class DataPlane {
+ public:
+  DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint, int rank);
+  ~DataPlane();
+  DataPlane(const DataPlane&) = delete;
+  DataPlane& operator=(const DataPlane&) = delete;
+
+  /// Appends a gather or a reduction of a micro-step. contributes: this rank wrote the unit's
+  /// gradients; final_local: accumulation `local`, the gradients of all micro-steps are to be
+  /// reduced.
+  void issue(const Signature& signature, const Item& item, bool contributes);
+  /// Adds the unit's gradient to its fp32 buffer (accumulation `local`), on the calling thread.
+  void accumulate_locally(std::int32_t unit);
+  /// Computes this rank's square sums and appends the vote. arguments: hash of the step's
+  /// arguments, compared.
+  void issue_vote(const Signature& signature, std::span<const char> touched,
+                  std::uint64_t arguments);
+  /// After the vote is complete. Throws CommError if ranks passed different arguments.
+  [[nodiscard]] const Vote& vote() const { return vote_; }
+  /// Appends a gather at the end of the step; half: which of the two buffers of gathered gradients
+  /// (stage 0).
+  void issue_step_gather(const Signature& signature, const Item& item, int half);
+
+  void wait(Queue queue, std::uint64_t count);
+  /// Everything that was issued.
+  void drain();
+  [[nodiscard]] std::uint64_t issued(Queue queue) const;
+  /// After a failure: waits until the queues' threads no longer touch memory.
+  void stop();
+  /// Reads without meeting: after a failure behind the vote, when peers' gradients are final but a
+  /// peer may be gone.
+  void gather_gradient_alone(std::int32_t unit, int half);
+
+  [[nodiscard]] const Traffic& traffic() const { return traffic_; }
+  /// Text of a signature, for messages.
+  static std::string describe(const Blueprint& blueprint, const comm::PackedSignature& signature);
+  /// Bytes that the vote exchanges.
+  static std::size_t vote_bytes(const Blueprint& blueprint);
+  /// Tasks a queue may hold: more than the collectives of two micro-steps.
+  static std::uint64_t queue_capacity(const Blueprint& blueprint);
+
+ private:
+  struct Work {
+    Item item;
+    std::uint64_t sequence = 0;
+    bool contributes = false;
+    int half = 0;
+  };
+  struct Lane {
+    std::unique_ptr<device::Stream> stream;
+    std::vector<Work> ring;  // twice the stream's capacity: an entry outlives its task
+    std::uint64_t count = 0;
+  };
+  void append(Queue queue, const Signature& signature, const Work& work, std::int64_t bytes);
+  static void run_gather(void* object, std::uint64_t index);
+  static void run_reduce(void* object, std::uint64_t index);
+  void gather(const Work& work);
+  void step_gather(const Work& work);
+  void copy_gradients(std::int32_t unit, int half);
+  void reduce(const Work& work);
+  void prepare_contribution(std::int32_t unit);
+  void reduce_segment(std::int32_t unit, std::int32_t s);
+  void exchange_votes(const Work& work);
+
+  const Blueprint& blueprint_;
+  const Storage& storage_;
+  comm::Endpoint& endpoint_;
+  const shard::Layout& layout_;
+  int rank_;
+  int world_;
+  bool local_;
+  Vote vote_;
+  std::vector<std::byte> ballot_;     // this rank's, written before the task is appended
+  std::vector<const void*> sources_;  // per rank, of the range being reduced: of the reduce queue
+  std::vector<const std::byte*> segments_;  // per rank, of the segment being reduced
+  Traffic traffic_;
+  Lane gather_;
+  Lane reduce_;  // last: the workers stop before what they use goes
+};
+
+}  // namespace zshard::engine

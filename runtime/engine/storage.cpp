@@ -1,0 +1,250 @@
+#include "runtime/engine/storage.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "optimizers/rule.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::engine {
+namespace {
+
+constexpr Category kShared[] = {Category::parameters,
+                                Category::resident,
+                                Category::master,
+                                Category::moments,
+                                Category::gradients,
+                                Category::gradient_slots,
+                                Category::communication_staging};
+
+}  // namespace
+
+Storage::Storage(const Blueprint& blueprint, int rank)
+    : blueprint_(blueprint), rank_(rank), world_(blueprint.layout->world()) {
+  for (int c = 0; c < kCategories; ++c) {
+    const auto category = static_cast<Category>(c);
+    for (int t = 0; t < kTiers; ++t) {
+      if (blueprint.plan.bytes(category, static_cast<Tier>(t)) != 0) {
+        tiers_[static_cast<std::size_t>(c)] = static_cast<Tier>(t);
+      }
+    }
+  }
+  place();
+  for (int c = 0; c < kCategories; ++c) {
+    const auto at = static_cast<std::size_t>(c);
+    arenas_[at] = memory::Arena::make(blueprint.plan.bytes(static_cast<Category>(c)));
+    bases_[at].assign(static_cast<std::size_t>(world_), nullptr);
+    bases_[at][static_cast<std::size_t>(rank)] = arenas_[at]->data();
+  }
+}
+
+void Storage::place() {
+  const shard::Layout& layout = *blueprint_.layout;
+  const EngineOptions& options = blueprint_.options;
+  const Stage stage = options.stage;
+  const auto slots = static_cast<int>(blueprint_.optimizer.rule().slots().size());
+  std::array<std::int64_t, kCategories> end{};
+  const auto take = [&](Category category, std::int64_t bytes) {
+    std::int64_t& at = end[static_cast<std::size_t>(category)];
+    const std::int64_t start = at;
+    at += bytes;
+    return start;
+  };
+  for (const shard::UnitLayout& unit : layout.units()) {
+    first_.push_back(static_cast<std::int32_t>(places_.size()));
+    for (const shard::Segment& s : unit.segments) {
+      SegmentPlace p;
+      if (stage == Stage::parameters && s.gathered()) {
+        p.shard = take(Category::parameters, s.shard_bytes());
+      } else {
+        p.resident = stage == Stage::parameters;
+        p.full = take(p.resident ? Category::resident : Category::parameters, s.bytes());
+      }
+      if (s.trained()) {
+        const std::int64_t elements = stage == Stage::replicated ? s.padded : s.shard;
+        p.accumulator = take(Category::gradients, s.shard * 4);
+        if (s.dtype != DType::f32) p.master = take(Category::master, elements * 4);
+        for (int k = 0; k < slots; ++k) {
+          p.state[static_cast<std::size_t>(k)] = take(Category::moments, elements * 4);
+        }
+      }
+      places_.push_back(p);
+    }
+  }
+  accumulator_bytes_ = end[static_cast<std::size_t>(Category::gradients)];
+
+  std::int64_t wire = 0;
+  unit_gradients_.assign(layout.units().size(), 0);
+  for (std::size_t u = 0; u < layout.units().size(); ++u) {
+    const shard::UnitLayout& unit = layout.units()[u];
+    if (stage < Stage::gradients) {
+      unit_gradients_[u] = take(Category::gradients, unit.gradient_bytes);
+    } else if (unit.gradient_bytes != 0) {
+      unit_gradients_[u] = blueprint_.training.gradient_offset[u];
+    }
+    std::int64_t staged = 0;
+    std::int64_t gathered = 0;
+    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+      const shard::Segment& seg = unit.segments[s];
+      if (!seg.trained()) continue;
+      SegmentPlace& p = places_[static_cast<std::size_t>(first_[u]) + s];
+      p.gradient = unit_gradients_[u] + seg.byte - unit.gradient_byte;
+      p.gathered = gathered;
+      gathered += seg.padded * 4;
+      if (options.accumulation == Accumulation::reduced && options.wire &&
+          seg.dtype != *options.wire) {
+        p.wire = staged;
+        staged += seg.padded * size_of(*options.wire);
+      }
+    }
+    wire = std::max(wire, staged);
+    gathered_bytes_ = std::max(gathered_bytes_, gathered);
+  }
+  local_begin_ = end[static_cast<std::size_t>(Category::gradients)];
+  if (options.accumulation == Accumulation::local) {
+    for (std::size_t u = 0; u < layout.units().size(); ++u) {
+      for (std::size_t s = 0; s < layout.units()[u].segments.size(); ++s) {
+        const shard::Segment& seg = layout.units()[u].segments[s];
+        if (!seg.trained()) continue;
+        places_[static_cast<std::size_t>(first_[u]) + s].local =
+            take(Category::gradients, seg.padded * 4);
+      }
+    }
+  }
+  local_bytes_ = end[static_cast<std::size_t>(Category::gradients)] - local_begin_;
+  take(Category::communication_staging, wire);
+  gathered_begin_ = wire;
+  if (stage == Stage::replicated) take(Category::communication_staging, 2 * gathered_bytes_);
+  take(Category::gather_slots, blueprint_.gather_arena());
+  take(Category::gradient_slots, blueprint_.training.gradient_arena);
+  std::int64_t blocks = 0;
+  for (int r = 0; r < world_; ++r) blocks = std::max(blocks, count_blocks(layout, r));
+  take(Category::square_sum_blocks, 8 * blocks);
+  for (int c = 0; c < kCategories; ++c) {
+    verify(static_cast<Category>(c), end[static_cast<std::size_t>(c)]);
+  }
+}
+
+void Storage::verify(Category category, std::int64_t end) const {
+  if (end == blueprint_.plan.bytes(category)) return;
+  throw Error("internal: " + std::string(to_string(category)) + " takes " + std::to_string(end) +
+              " bytes, the plan says " + std::to_string(blueprint_.plan.bytes(category)));
+}
+
+void Storage::share(comm::Group& group) {
+  for (const Category category : kShared) {
+    const auto c = static_cast<std::size_t>(category);
+    peers_[c] = group.share(arenas_[c]);
+    for (std::size_t r = 0; r < peers_[c].size(); ++r) bases_[c][r] = peers_[c][r]->data();
+  }
+}
+
+MemoryPlan Storage::ledger() const {
+  MemoryPlan ledger;
+  for (int c = 0; c < kCategories; ++c) {
+    const auto at = static_cast<std::size_t>(c);
+    ledger.add(static_cast<Category>(c), tiers_[at], arenas_[at]->bytes());
+  }
+  return ledger;
+}
+
+std::int64_t Storage::reserved_bytes() const {
+  std::int64_t sum = 0;
+  for (const auto& arena : arenas_) sum += arena->reserved();
+  return sum;
+}
+
+std::byte* Storage::full(int r, int u, int s) const {
+  const SegmentPlace& p = segment(u, s);
+  return base(p.resident ? Category::resident : Category::parameters, r) + p.full;
+}
+
+std::byte* Storage::shard(int r, int u, int s) const {
+  const SegmentPlace& p = segment(u, s);
+  if (p.full < 0) return base(Category::parameters, r) + p.shard;
+  const shard::Segment& seg =
+      blueprint_.layout->units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
+  return full(r, u, s) + r * seg.shard_bytes();
+}
+
+std::byte* Storage::slot(std::int64_t offset, int u, int s) const {
+  return base(Category::gather_slots, rank_) + offset +
+         blueprint_.layout->units()[static_cast<std::size_t>(u)]
+             .segments[static_cast<std::size_t>(s)]
+             .byte;
+}
+
+float* Storage::accumulator(int r, int u, int s) const {
+  return reinterpret_cast<float*>(base(Category::gradients, r) + segment(u, s).accumulator);
+}
+
+float* Storage::local(int r, int u, int s) const {
+  return reinterpret_cast<float*>(base(Category::gradients, r) + segment(u, s).local);
+}
+
+float* Storage::master(int r, int u, int s) const {
+  const SegmentPlace& p = segment(u, s);
+  if (p.master < 0) return nullptr;
+  return reinterpret_cast<float*>(base(Category::master, r) + p.master);
+}
+
+float* Storage::state(int r, int u, int s, int slot) const {
+  return reinterpret_cast<float*>(base(Category::moments, r) +
+                                  segment(u, s).state[static_cast<std::size_t>(slot)]);
+}
+
+std::byte* Storage::gradient(int r, int u, int s) const {
+  const bool slots = blueprint_.options.stage >= Stage::gradients;
+  return base(slots ? Category::gradient_slots : Category::gradients, r) + segment(u, s).gradient;
+}
+
+std::byte* Storage::gradients(int u) const {
+  const bool slots = blueprint_.options.stage >= Stage::gradients;
+  return base(slots ? Category::gradient_slots : Category::gradients, rank_) +
+         unit_gradients_[static_cast<std::size_t>(u)];
+}
+
+std::byte* Storage::wire_staging(int r, int u, int s) const {
+  const SegmentPlace& p = segment(u, s);
+  return p.wire < 0 ? nullptr : base(Category::communication_staging, r) + p.wire;
+}
+
+float* Storage::gathered_gradient(int half, int u, int s) const {
+  return reinterpret_cast<float*>(base(Category::communication_staging, rank_) + gathered_begin_ +
+                                  half * gathered_bytes_ + segment(u, s).gathered);
+}
+
+double* Storage::square_blocks() const {
+  return reinterpret_cast<double*>(base(Category::square_sum_blocks, rank_));
+}
+
+std::int64_t Storage::state_begin(int u, int s) const {
+  if (blueprint_.options.stage == Stage::replicated) return 0;
+  return rank_ * blueprint_.layout->units()[static_cast<std::size_t>(u)]
+                     .segments[static_cast<std::size_t>(s)]
+                     .shard;
+}
+
+shard::Range Storage::updated(int u, int s, const shard::Placed& p) const {
+  if (blueprint_.options.stage == Stage::replicated) return {p.start, p.start + p.count};
+  return blueprint_.layout->units()[static_cast<std::size_t>(u)]
+      .segments[static_cast<std::size_t>(s)]
+      .owned(p, rank_);
+}
+
+void Storage::clear_accumulators() {
+  std::byte* gradients = base(Category::gradients, rank_);
+  if (accumulator_bytes_ != 0)
+    std::memset(gradients, 0, static_cast<std::size_t>(accumulator_bytes_));
+  if (local_bytes_ != 0)
+    std::memset(gradients + local_begin_, 0, static_cast<std::size_t>(local_bytes_));
+}
+
+void Storage::poison_gather_arena() {
+  const std::int64_t bytes = blueprint_.gather_arena();
+  if (bytes != 0)
+    std::memset(base(Category::gather_slots, rank_), 0xFF, static_cast<std::size_t>(bytes));
+}
+
+}  // namespace zshard::engine

@@ -1,0 +1,97 @@
+// Where every byte of one rank lies: one arena a category, and the offsets inside. Offsets are the
+// same on every rank, so a peer's address is its arena's base plus ours. Takes all memory at
+// construction, exactly what the plan says.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/comm/group.hpp"
+#include "runtime/engine/blueprint.hpp"
+#include "runtime/memory/arena.hpp"
+
+namespace zshard::engine {
+
+class Storage {
+ public:
+  /// Allocates; touches nothing of peers. Throws OutOfMemory.
+  Storage(const Blueprint& blueprint, int rank);
+  /// Collective: maps the peers' arenas. Their memory stays valid as long as this object lives.
+  void share(comm::Group& group);
+
+  /// Bytes really allocated, by category and tier.
+  [[nodiscard]] MemoryPlan ledger() const;
+  [[nodiscard]] std::int64_t reserved_bytes() const;  // of all arenas, rounded
+
+  // Addresses of whole segments, or of this rank's shard of one. u: unit, s: segment of it, r:
+  // rank.
+  /// True where every rank holds a whole copy between steps (stages 0-2, resident segments).
+  [[nodiscard]] bool replicated(int u, int s) const { return segment(u, s).full >= 0; }
+  [[nodiscard]] std::byte* full(int r, int u, int s) const;  // whole copy; replicated() only
+  [[nodiscard]] std::byte* shard(int r, int u,
+                                 int s) const;  // rank r's own shard in its own memory
+  [[nodiscard]] std::byte* slot(std::int64_t offset, int u, int s) const;  // gathered, in the arena
+  [[nodiscard]] float* accumulator(int r, int u, int s) const;             // [segment.shard]
+  [[nodiscard]] float* local(int r, int u, int s) const;  // [segment.padded], accumulation `local`
+  /// fp32 masters of a 16-bit segment: [padded] at stage 0, else [shard]; null for f32 segments.
+  [[nodiscard]] float* master(int r, int u, int s) const;
+  [[nodiscard]] float* state(int r, int u, int s, int slot) const;  // like master, for every slot
+  [[nodiscard]] std::byte* gradient(int r, int u, int s) const;  // [padded], in the segment's dtype
+  [[nodiscard]] std::byte* gradients(int u) const;  // the unit's whole gradient range, own memory
+  [[nodiscard]] std::byte* wire_staging(int r, int u, int s) const;  // null where wire == dtype
+  [[nodiscard]] float* gathered_gradient(int half, int u,
+                                         int s) const;  // stage 0: one of two buffers
+  [[nodiscard]] double* square_blocks() const;
+  /// Elements of `state` and `master` before the segment's first one: 0 at stage 0, else rank *
+  /// shard.
+  [[nodiscard]] std::int64_t state_begin(int u, int s) const;
+  /// Elements of a parameter that this rank updates: all at stage 0, else the owned ones.
+  [[nodiscard]] shard::Range updated(int u, int s, const shard::Placed& p) const;
+
+  void clear_accumulators();
+  /// Fills with 0xFF, a NaN in every dtype: reads of stale memory show.
+  void poison_gather_arena();
+
+ private:
+  struct SegmentPlace {
+    std::int64_t full = -1;   // in parameters or resident
+    std::int64_t shard = -1;  // in parameters; only where there is no full copy
+    bool resident = false;    // full lies in the resident arena
+    std::int64_t accumulator = -1;
+    std::int64_t gradient = -1;  // in gradients (stages 0-1) or gradient_slots
+    std::int64_t local = -1;
+    std::int64_t master = -1;
+    std::array<std::int64_t, 4> state{-1, -1, -1, -1};
+    std::int64_t wire = -1;      // in communication_staging
+    std::int64_t gathered = -1;  // in one half of the gathered fp32 gradients
+  };
+  [[nodiscard]] const SegmentPlace& segment(int u, int s) const {
+    return places_[static_cast<std::size_t>(first_[static_cast<std::size_t>(u)] + s)];
+  }
+  [[nodiscard]] std::byte* base(Category category, int r) const {
+    return bases_[static_cast<std::size_t>(category)][static_cast<std::size_t>(r)];
+  }
+  void place();
+  void verify(Category category, std::int64_t end) const;
+
+  const Blueprint& blueprint_;
+  int rank_;
+  int world_;
+  std::vector<std::int32_t> first_;  // per unit, index of its first segment in places_
+  std::vector<SegmentPlace> places_;
+  std::vector<std::int64_t> unit_gradients_;  // per unit, start of its gradient range
+  std::int64_t accumulator_bytes_ = 0;        // the accumulators come first in gradients
+  std::int64_t local_begin_ = 0;
+  std::int64_t local_bytes_ = 0;
+  std::int64_t gathered_begin_ = 0;
+  std::int64_t gathered_bytes_ = 0;
+  std::array<Tier, kCategories> tiers_{};
+  std::array<std::shared_ptr<memory::Arena>, kCategories> arenas_;
+  std::array<std::vector<std::shared_ptr<memory::Arena>>, kCategories> peers_;
+  std::array<std::vector<std::byte*>, kCategories> bases_;
+};
+
+}  // namespace zshard::engine

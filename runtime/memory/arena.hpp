@@ -1,0 +1,46 @@
+// One mapping of memory for one category and tier. Taken once, returned when the last owner is
+// gone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace zshard::memory {
+
+inline constexpr std::int64_t kArenaRounding = std::int64_t{2} << 20;  // bytes: a huge page
+
+/// `bytes` rounded up to whole huge pages; 0 stays 0. Saturates instead of overflowing.
+std::int64_t round_to_arena(std::int64_t bytes);
+
+/// Zero-filled memory, 2 MiB aligned, backed by huge pages where the system gives them, touched by
+/// the thread that makes it so that nothing faults later. Shared between ranks that read each
+/// other's memory, hence the shared_ptr.
+class Arena {
+ public:
+  /// Throws OutOfMemory if the system refuses. 0 bytes: no mapping, data() is null.
+  static std::shared_ptr<Arena> make(std::int64_t bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] std::int64_t bytes() const { return bytes_; }        // asked for
+  [[nodiscard]] std::int64_t reserved() const { return reserved_; }  // rounded up
+
+ private:
+  Arena(std::byte* data, std::int64_t bytes, std::int64_t reserved)
+      : data_(data), bytes_(bytes), reserved_(reserved) {}
+  std::byte* data_;
+  std::int64_t bytes_;
+  std::int64_t reserved_;
+};
+
+/// Bytes of all arenas that exist in this process now, rounded: for tests that everything comes
+/// back.
+std::int64_t arena_bytes_in_process();
+
+/// Bytes that the system says are available without swapping (MemAvailable); -1 if it does not say.
+std::int64_t available_memory();
+
+}  // namespace zshard::memory
