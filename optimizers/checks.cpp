@@ -17,7 +17,9 @@ std::string text(double value) {
   return {buffer, end};
 }
 
-bool fits(double value) { return std::abs(value) <= std::numeric_limits<float>::max(); }
+bool fits(double value) {
+  return std::abs(value) <= std::numeric_limits<float>::max();
+}
 
 }  // namespace
 

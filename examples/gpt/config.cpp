@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <iostream>
 
@@ -16,6 +17,20 @@ void require_whole(const char* name, std::int64_t value, std::int64_t least, std
   require(least <= value && value <= most, std::string(name) + " is " + std::to_string(value) +
                                                ", must be " + std::to_string(least) + " to " +
                                                std::to_string(most));
+}
+
+// Checks that a text is one number of type T, all of it and in T's range: CLI11 itself would take
+// "" for 0 and -1 or 1e30 for the nearest number that fits.
+template <class T>
+CLI::Validator strict(const std::string& kind) {
+  return CLI::Validator(
+      [kind](std::string& text) {
+        T value{};
+        const char* end = text.data() + text.size();
+        const auto [stop, error] = std::from_chars(text.data(), end, value);
+        return error == std::errc() && stop == end ? "" : "'" + text + "' is not " + kind;
+      },
+      "");
 }
 
 void require_number(const char* name, double value, double least, double most) {
@@ -61,9 +76,9 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   std::optional<double> min_lr;
   std::string dtype = "f32";
   std::string order = "random";
-  std::string stage;
-  std::string optimizer_tier;
-  std::string gather_budget;
+  std::optional<std::string> stage;
+  std::optional<std::string> optimizer_tier;
+  std::optional<std::string> gather_budget;
 
   CLI::App app("Trains a GPT-2 shaped byte-level language model with zshard.\n", "gpt");
   app.footer(
@@ -71,31 +86,41 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
       "engine's own --accumulation as --zshard-accumulation only.");
   app.allow_extras();
   app.option_defaults()->always_capture_default();
+  const CLI::Validator whole = strict<std::int64_t>("a whole number");
+  const CLI::Validator number = strict<double>("a number");
   ModelShape& shape = config.shape;
   app.add_option("--data", config.data, "files of text, read one after another")->required();
-  app.add_option("--layers", shape.layers, "transformer blocks");
-  app.add_option("--heads", shape.heads, "attention heads of a block");
-  app.add_option("--width", shape.width, "width of the residual stream; a multiple of --heads");
-  app.add_option("--context", shape.context, "tokens of a row");
+  app.add_option("--layers", shape.layers, "transformer blocks")->check(whole);
+  app.add_option("--heads", shape.heads, "attention heads of a block")->check(whole);
+  app.add_option("--width", shape.width, "width of the residual stream; a multiple of --heads")
+      ->check(whole);
+  app.add_option("--context", shape.context, "tokens of a row")->check(whole);
   app.add_option("--vocab", shape.vocab,
-                 "rows of the token table, at least 256: a token is a byte, more only enlarge it");
-  app.add_option("--batch", config.batch, "rows of a micro-step over all ranks");
-  app.add_option("--accumulation", config.accumulation, "micro-steps of a step");
-  app.add_option("--steps", config.steps, "optimizer steps");
-  app.add_option("--lr", config.lr, "largest learning rate");
-  app.add_option("--min-lr", min_lr, "learning rate at the end; default lr / 10");
-  app.add_option("--warmup", config.warmup, "steps of linear warm-up");
-  app.add_option("--beta1", config.beta1, "AdamW's decay of the first moment");
-  app.add_option("--beta2", config.beta2, "AdamW's decay of the second moment");
-  app.add_option("--weight-decay", config.weight_decay, "of parameters of two or more dimensions");
-  app.add_option("--clip", config.clip, "largest global gradient norm; 0: no clipping");
+                 "rows of the token table, at least 256: a token is a byte, more only enlarge it")
+      ->check(whole);
+  app.add_option("--batch", config.batch, "rows of a micro-step over all ranks")->check(whole);
+  app.add_option("--accumulation", config.accumulation, "micro-steps of a step")->check(whole);
+  app.add_option("--steps", config.steps, "optimizer steps")->check(whole);
+  app.add_option("--lr", config.lr, "largest learning rate")->check(number);
+  app.add_option("--min-lr", min_lr, "learning rate at the end; default lr / 10")->check(number);
+  app.add_option("--warmup", config.warmup, "steps of linear warm-up")->check(whole);
+  app.add_option("--beta1", config.beta1, "AdamW's decay of the first moment")->check(number);
+  app.add_option("--beta2", config.beta2, "AdamW's decay of the second moment")->check(number);
+  app.add_option("--weight-decay", config.weight_decay, "of parameters of two or more dimensions")
+      ->check(number);
+  app.add_option("--clip", config.clip, "largest global gradient norm; 0: no clipping")
+      ->check(number);
   app.add_option("--dtype", dtype, "of parameters and their gradients; arithmetic is f32")
       ->check(CLI::IsMember({"f32", "bf16"}));
-  app.add_option("--seed", config.seed, "of the initial weights and the order of rows");
-  app.add_option("--eval-interval", config.eval_interval, "steps between validations; 0: never");
+  app.add_option("--seed", config.seed, "of the initial weights and the order of rows")
+      ->check(strict<std::uint64_t>("a whole number from 0 to 2^64 - 1"));
+  app.add_option("--eval-interval", config.eval_interval, "steps between validations; 0: never")
+      ->check(whole);
   app.add_option("--val-fraction", config.val_fraction,
-                 "part of the text, at its end, for validation; 0: none");
-  app.add_option("--ranks", config.ranks, "threads of this process that train together");
+                 "part of the text, at its end, for validation; 0: none")
+      ->check(number);
+  app.add_option("--ranks", config.ranks, "threads of this process that train together")
+      ->check(strict<int>("a whole number"));
   app.add_option("--stage", stage, "ZeRO stage 0 to 3; default 3");
   app.add_option("--optimizer-tier", optimizer_tier, "device or host; default device");
   app.add_option("--gather-budget", gather_budget,
@@ -117,11 +142,11 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
       zshard::apply_option_arguments(config.engine, app.remaining());
   require(others.empty(), "unknown argument " + (others.empty() ? "" : others.front()) +
                               "; --help lists what there is");
-  if (!stage.empty()) zshard::set_option(config.engine, "stage", stage);
-  if (!optimizer_tier.empty()) {
-    zshard::set_option(config.engine, "offload.optimizer", optimizer_tier);
+  if (stage) zshard::set_option(config.engine, "stage", *stage);
+  if (optimizer_tier) {
+    zshard::set_option(config.engine, "offload.optimizer", *optimizer_tier);
   }
-  if (!gather_budget.empty()) zshard::set_option(config.engine, "gather_budget", gather_budget);
+  if (gather_budget) zshard::set_option(config.engine, "gather_budget", *gather_budget);
   config.dtype = dtype == "bf16" ? zshard::DType::bf16 : zshard::DType::f32;
   config.order = order == "sequential" ? Order::sequential : Order::random;
   config.min_lr = min_lr.value_or(config.lr / 10.0);

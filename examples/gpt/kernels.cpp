@@ -82,8 +82,9 @@ GPT_INLINE float exponential(float x) {
 constexpr float kTwoRootTwoOverPi = 1.5957691216057308f;
 constexpr float kCubic = 0.044715f;
 
-GPT_INLINE float gelu_gate(float x) {
-  return 1.0f / (1.0f + exponential(-kTwoRootTwoOverPi * (x + kCubic * x * x * x)));
+// e^(-2u) of x.
+GPT_INLINE float gelu_exponential(float x) {
+  return exponential(-kTwoRootTwoOverPi * (x + kCubic * x * x * x));
 }
 
 // In place: x[0..count) = softmax(scale * x).
@@ -194,15 +195,17 @@ void layer_norm_backward(const float* dy, const float* x, const float* gain, con
 
 GPT_VECTOR_VERSIONS
 void gelu_forward(const float* x, float* y, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) y[i] = x[i] * gelu_gate(x[i]);
+  for (std::int64_t i = 0; i < count; ++i) y[i] = x[i] / (1.0f + gelu_exponential(x[i]));
 }
 
 GPT_VECTOR_VERSIONS
 void gelu_backward(const float* dy, const float* x, float* dx, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
-    const float gate = gelu_gate(x[i]);
+    const float e = gelu_exponential(x[i]);
+    const float gate = 1.0f / (1.0f + e);
+    const float rest = e * gate;  // 1 - gate, with all its digits
     const float slope = kTwoRootTwoOverPi * (1.0f + 3.0f * kCubic * x[i] * x[i]);
-    dx[i] = dy[i] * (gate + x[i] * (gate * (1.0f - gate)) * slope);
+    dx[i] = dy[i] * (gate + x[i] * (gate * rest) * slope);
   }
 }
 

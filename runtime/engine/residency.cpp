@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "zshard/error.hpp"
@@ -27,9 +28,9 @@ std::int64_t largest_of(const std::vector<std::int32_t>& units,
 }
 
 /// Plans passes over one program. A unit's next use changes only where it is used, so it is kept
-/// for each unit and brought up to date at its own positions; the arena is kept in order of offset,
-/// so that what a window would evict is a run of it. Hence one placement is linear in the units
-/// inside, and nothing is quadratic in the program.
+/// for each unit and brought up to date at its own positions. The arena is kept in order of offset,
+/// and its units also in order of next use: a place is found by giving up units from the farthest
+/// use on until a run of them and of the gaps between is long enough, which takes few.
 class Planner {
  public:
   Planner(const std::vector<std::int32_t>& units, const std::vector<std::int64_t>& sizes,
@@ -51,7 +52,9 @@ class Planner {
   };
 
   [[nodiscard]] bool safe(std::int32_t unit, std::int64_t offset) const;
-  [[nodiscard]] std::int64_t evictable_until(std::int32_t unit) const;
+  [[nodiscard]] std::size_t index_of(std::int32_t unit) const;
+  [[nodiscard]] std::optional<Window> lowest(std::int32_t unit, std::size_t first,
+                                             std::size_t last) const;
   [[nodiscard]] std::optional<Window> choose(std::int32_t unit, std::int64_t wanted);
   [[nodiscard]] std::optional<std::int64_t> place(std::int32_t unit, std::int32_t now,
                                                   std::int32_t wanted);
@@ -73,7 +76,15 @@ class Planner {
   std::vector<std::int64_t> next_use_;  // per unit, after the current position
   std::vector<std::int32_t> pins_;      // per unit: how many held positions it has
   std::vector<std::int64_t> offset_;    // per unit; -1: not in the arena
-  std::vector<std::size_t> queue_;      // scratch of choose()
+  std::int64_t free_ = 0;               // bytes of the arena that no unit has
+  std::set<std::pair<std::int64_t, std::int32_t>> by_use_;  // (next use, unit) of those inside
+
+  // Scratch of choose(), per index in arena_: units given up form runs, each known at its two ends.
+  std::int64_t round_ = 0;
+  std::vector<std::int64_t> given_up_;  // in this round
+  std::vector<std::size_t> run_first_;
+  std::vector<std::size_t> run_last_;
+
   std::vector<Stay> stays_;
 };
 
@@ -90,6 +101,9 @@ Planner::Planner(const std::vector<std::int32_t>& units, const std::vector<std::
     }
     budget_ = budget / largest * largest;
   }
+  given_up_.resize(sizes.size());
+  run_first_.resize(sizes.size());
+  run_last_.resize(sizes.size());
   follower_.resize(sizes.size());
   for (std::size_t p = 1; p < units.size(); ++p) {
     if (units[p - 1] != units[p]) {
@@ -119,70 +133,90 @@ bool Planner::safe(std::int32_t unit, std::int64_t offset) const {
   return offset >= room || offset + sizes_[at(unit)] <= budget_ - room;
 }
 
-/// The position that needs it next, or one that is never late enough if it is pinned.
-std::int64_t Planner::evictable_until(std::int32_t unit) const {
-  return pins_[at(unit)] > 0 ? -1 : next_use_[at(unit)];
+std::size_t Planner::index_of(std::int32_t unit) const {
+  const auto found = std::lower_bound(
+      arena_.begin(), arena_.end(), offset_[at(unit)],
+      [](const Inside& inside, std::int64_t offset) { return inside.offset < offset; });
+  return static_cast<std::size_t>(found - arena_.begin());
 }
 
-/// Of all windows, 0, the far end and beside each unit inside, the one whose soonest evicted use is
-/// farthest and later than `wanted`, then the lowest (Belady with addresses). Windows and what they
-/// evict both ascend, so the soonest use is the minimum of a sliding run: queue_ holds the
-/// candidates for it.
+/// The lowest safe window between the neighbours of arena_[first, last): the run's own bounds and
+/// sides, and those of the units in it, are the offsets that count.
+std::optional<Planner::Window> Planner::lowest(std::int32_t unit, std::size_t first,
+                                               std::size_t last) const {
+  const std::int64_t size = sizes_[at(unit)];
+  const std::int64_t low = first > 0 ? arena_[first - 1].end : 0;
+  const std::int64_t high = (last < arena_.size() ? arena_[last].offset : budget_) - size;
+  if (low > high) {
+    return std::nullopt;
+  }
+  std::int64_t offset = kNever;
+  const auto consider = [&](std::int64_t candidate) {
+    if (low <= candidate && candidate <= high && candidate < offset && safe(unit, candidate)) {
+      offset = candidate;
+    }
+  };
+  consider(low);
+  if (offset != low) {
+    consider(high);
+    for (std::size_t i = first; i < last; ++i) {
+      consider(arena_[i].end);
+      consider(arena_[i].offset - size);
+    }
+  }
+  if (offset == kNever) {
+    return std::nullopt;
+  }
+  while (first < last && arena_[first].end <= offset) {
+    ++first;
+  }
+  while (last > first && arena_[last - 1].offset >= offset + size) {
+    --last;
+  }
+  return Window{offset, first, last};
+}
+
+/// Of all windows, at 0, at the far end and beside each unit inside, the one whose soonest evicted
+/// use is farthest and later than `wanted`, then the lowest (Belady with addresses). Next uses are
+/// distinct, so the last unit given up is the soonest of the window that it makes possible.
 std::optional<Planner::Window> Planner::choose(std::int32_t unit, std::int64_t wanted) {
   const std::int64_t size = sizes_[at(unit)];
-  const std::int64_t top = budget_ - size;
-  std::optional<Window> best;
-  std::int64_t farthest = wanted;
-  std::size_t first = 0;
-  std::size_t last = 0;
-  std::size_t ends = 0;    // next unit whose end is a candidate
-  std::size_t starts = 0;  // next unit whose start minus size is one
-  std::size_t head = 0;
-  queue_.clear();
-  std::int64_t offset = 0;
-  while (offset <= top) {
-    for (; last < arena_.size() && arena_[last].offset < offset + size; ++last) {
-      const std::int64_t use = evictable_until(arena_[last].unit);
-      while (queue_.size() > head && evictable_until(arena_[queue_.back()].unit) >= use) {
-        queue_.pop_back();
+  if (free_ >= size) {  // a gap evicts nothing
+    std::int64_t end = 0;
+    for (std::size_t i = 0; i <= arena_.size(); ++i) {
+      const std::int64_t next = i < arena_.size() ? arena_[i].offset : budget_;
+      if (next - end >= size) {
+        if (const std::optional<Window> window = lowest(unit, i, i)) {
+          return window;
+        }
       }
-      queue_.push_back(last);
+      end = i < arena_.size() ? arena_[i].end : budget_;
     }
-    while (first < last && arena_[first].end <= offset) {
-      ++first;
-    }
-    while (head < queue_.size() && queue_[head] < first) {
-      ++head;
-    }
-    const std::int64_t soonest =
-        head < queue_.size() ? evictable_until(arena_[queue_[head]].unit) : kNever;
-    if (soonest > farthest && safe(unit, offset)) {
-      farthest = soonest;
-      best = Window{offset, first, last};
-      if (soonest == kNever) {
-        break;
-      }
-    }
-    std::int64_t next = offset < top ? top : kNever;
-    while (ends < arena_.size() && arena_[ends].end <= offset) {
-      ++ends;
-    }
-    while (starts < arena_.size() && arena_[starts].offset - size <= offset) {
-      ++starts;
-    }
-    if (ends < arena_.size()) {
-      next = std::min(next, arena_[ends].end);
-    }
-    if (starts < arena_.size()) {
-      next = std::min(next, arena_[starts].offset - size);
-    }
-    offset = next;
   }
-  return best;
+  ++round_;
+  for (auto farthest = by_use_.rbegin(); farthest != by_use_.rend() && farthest->first > wanted;
+       ++farthest) {
+    if (pins_[at(farthest->second)] > 0) {
+      continue;
+    }
+    const std::size_t i = index_of(farthest->second);
+    const std::size_t first = i > 0 && given_up_[i - 1] == round_ ? run_first_[i - 1] : i;
+    const std::size_t last =
+        i + 1 < arena_.size() && given_up_[i + 1] == round_ ? run_last_[i + 1] : i;
+    given_up_[i] = round_;
+    run_last_[first] = last;
+    run_first_[last] = first;
+    if (const std::optional<Window> window = lowest(unit, first, last + 1)) {
+      return window;
+    }
+  }
+  return std::nullopt;
 }
 
 void Planner::end_stay(const Inside& inside, std::int32_t last) {
   offset_[at(inside.unit)] = -1;
+  free_ += inside.end - inside.offset;
+  by_use_.erase({next_use_[at(inside.unit)], inside.unit});
   if (inside.since <= last) {
     stays_.push_back({inside.unit, inside.since, last, inside.offset});
   }
@@ -210,6 +244,8 @@ std::optional<std::int64_t> Planner::place(std::int32_t unit, std::int32_t now,
     arena_.erase(low + 1, high);
   }
   offset_[at(unit)] = window->offset;
+  free_ -= sizes_[at(unit)];
+  by_use_.emplace(next_use_[at(unit)], unit);
   return window->offset;
 }
 
@@ -224,9 +260,13 @@ void Planner::begin(const std::map<std::int32_t, std::int64_t>& start) {
       next_use_[u] = first_use_[u];
     }
   }
+  by_use_.clear();
+  free_ = budget_;
   for (const auto& [unit, offset] : start) {
     arena_.push_back({offset, offset + sizes_[at(unit)], unit, 0});
     offset_[at(unit)] = offset;
+    free_ -= sizes_[at(unit)];
+    by_use_.emplace(next_use_[at(unit)], unit);
   }
   std::sort(arena_.begin(), arena_.end(),
             [](const Inside& a, const Inside& b) { return a.offset < b.offset; });
@@ -234,6 +274,10 @@ void Planner::begin(const std::map<std::int32_t, std::int64_t>& start) {
 
 void Planner::enter(std::int32_t now) {
   const std::int32_t unit = units_[at(now)];
+  if (offset_[at(unit)] >= 0) {
+    by_use_.erase({next_use_[at(unit)], unit});
+    by_use_.emplace(following_[at(now)], unit);
+  }
   next_use_[at(unit)] = following_[at(now)];
   ++pins_[at(unit)];
   if (now >= hold_) {

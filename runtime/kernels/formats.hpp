@@ -1,6 +1,6 @@
 // The storage formats as types, one element at a time, for loops that are compiled per format. All
-// of it is branch-free arithmetic on bits, so that loops over it vectorise on every machine and give
-// the bits of the spec whatever hardware conversions do.
+// of it is branch-free arithmetic on bits, so that loops over it vectorise on every machine and
+// give the bits of the spec whatever hardware conversions do.
 #pragma once
 
 #include <bit>
@@ -55,8 +55,7 @@ struct F16 {
     const auto u = std::bit_cast<std::uint32_t>(x);
     const auto magnitude = static_cast<std::int32_t>(u & 0x7fffffffu);
     // Signed: SSE2 compares no unsigned integers. Everything from 65520 up lands on infinity.
-    const std::int32_t rounded =
-        (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    const std::int32_t rounded = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     const std::int32_t normal = rounded < 0x7c00 ? rounded : 0x7c00;
     // Next to 0.5 the spacing of fp32 is that of f16's subnormals: the addition rounds.
     const float placed = std::bit_cast<float>(magnitude) + 0.5f;

@@ -13,8 +13,12 @@ std::uint64_t fnv1a64_from(std::uint64_t hash, const unsigned char* data, std::s
   return hash;
 }
 
-constexpr std::uint32_t low(std::uint64_t x) { return static_cast<std::uint32_t>(x); }
-constexpr std::uint32_t high(std::uint64_t x) { return static_cast<std::uint32_t>(x >> 32); }
+constexpr std::uint32_t low(std::uint64_t x) {
+  return static_cast<std::uint32_t>(x);
+}
+constexpr std::uint32_t high(std::uint64_t x) {
+  return static_cast<std::uint32_t>(x >> 32);
+}
 
 /// The four words of a block in a step.
 void draw(std::uint64_t key, std::uint64_t step, std::uint64_t block, std::uint32_t words[4]) {

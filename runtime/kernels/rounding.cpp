@@ -27,13 +27,21 @@ ZSHARD_INLINE void round_trip_loop(float* x, std::int64_t count) {
 
 }  // namespace
 
-std::uint16_t bf16_nearest(float x) { return Bf16::store(x); }
+std::uint16_t bf16_nearest(float x) {
+  return Bf16::store(x);
+}
 
-float bf16_float(std::uint16_t h) { return Bf16::load(h); }
+float bf16_float(std::uint16_t h) {
+  return Bf16::load(h);
+}
 
-std::uint16_t f16_nearest(float x) { return F16::store(x); }
+std::uint16_t f16_nearest(float x) {
+  return F16::store(x);
+}
 
-float f16_float(std::uint16_t h) { return F16::load(h); }
+float f16_float(std::uint16_t h) {
+  return F16::load(h);
+}
 
 void remainder_publish(float x, std::uint16_t* published, std::uint16_t* low) {
   auto u = std::bit_cast<std::uint32_t>(x);

@@ -200,6 +200,13 @@ class Loop {
         engine_.release(held.front().first.unit, held.front().first.pass);
         held.erase(held.begin());
       }
+      // A second use of a held unit would be counted on the first one's position: let that go.
+      std::erase_if(held, [&](const auto& h) {
+        const bool counted = h.first.unit == at.unit &&
+                             (at.pass != Pass::backward || h.first.pass == Pass::backward);
+        if (counted) engine_.release(h.first.unit, h.first.pass);
+        return counted;
+      });
       const GradientMode mode = engine_.acquire(at.unit, at.pass);
       held.push_back({at, p});
       if (at.pass != Pass::backward) {
@@ -576,6 +583,23 @@ inline ModelSpec random_spec(std::mt19937_64& random) {
   return spec;
 }
 
+/// The positions that the engine takes for these uses: the first match at or after the cursor.
+inline std::set<int> canonical(const std::vector<Position>& program, const std::set<int>& wanted) {
+  std::set<int> taken;
+  std::size_t cursor = 0;
+  for (const int p : wanted) {
+    const Position& use = program[static_cast<std::size_t>(p)];
+    // Again where the cursor stands: no other position.
+    if (use.pass != Pass::backward && cursor != 0 && program[cursor - 1] == use) continue;
+    std::size_t at = cursor;
+    while (at < program.size() && !(program[at] == use)) ++at;
+    if (at == program.size()) continue;
+    taken.insert(static_cast<int>(at));
+    cursor = at + 1;
+  }
+  return taken;
+}
+
 inline Uses random_uses(std::mt19937_64& random, const ModelSpec& spec, int world, int steps, int n,
                         int keep) {
   const auto positions = static_cast<int>(spec.program().size());
@@ -588,6 +612,7 @@ inline Uses random_uses(std::mt19937_64& random, const ModelSpec& spec, int worl
         for (int p = 0; p < positions; ++p) {
           if (chance(random, keep)) rank.insert(p);
         }
+        rank = canonical(spec.program(), rank);
       }
     }
   }

@@ -24,7 +24,8 @@ std::map<std::string, std::vector<float>> read_safetensors(const std::string& pa
   const std::string header = content.substr(sizeof header_bytes, header_bytes);
   const std::string data = content.substr(sizeof header_bytes + header.size());
   std::map<std::string, std::vector<float>> tensors;
-  for (const auto& [name, entry] : nlohmann::json::parse(header).items()) {
+  const nlohmann::json entries = nlohmann::json::parse(header);
+  for (const auto& [name, entry] : entries.items()) {
     if (name == "__metadata__") continue;
     if (entry.at("dtype") != "F32") throw std::runtime_error(path + ": " + name + " is not F32");
     const auto begin = entry.at("data_offsets").at(0).get<std::size_t>();

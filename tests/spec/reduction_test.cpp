@@ -62,7 +62,8 @@ TEST(GoldenReduction, SquareSumsGiveTheGoldenBits) {
             drawn.at(1).get<std::uint64_t>(), 0, values.data(), count);
     for (float& value : values) value *= entry.at("times").get<float>();
     const nlohmann::json& expected = entry.at("blocks");
-    ASSERT_EQ(static_cast<std::int64_t>(expected.size()), (count + kSquareBlock - 1) / kSquareBlock);
+    ASSERT_EQ(static_cast<std::int64_t>(expected.size()),
+              (count + kSquareBlock - 1) / kSquareBlock);
     std::vector<double> blocks(expected.size());
     const Squares found = block_squares(values.data(), count, blocks.data());
     for (std::size_t b = 0; b < blocks.size(); ++b) {

@@ -12,7 +12,9 @@
 namespace zshard::kernels {
 namespace {
 
-std::vector<float> cases() { return hex_floats(golden("rounding", "f32").get<std::string>()); }
+std::vector<float> cases() {
+  return hex_floats(golden("rounding", "f32").get<std::string>());
+}
 
 std::vector<std::uint16_t> halves(const char* key) {
   return hex_halves(golden("rounding", key).get<std::string>());

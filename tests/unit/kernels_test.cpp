@@ -23,8 +23,12 @@ namespace {
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-std::uint32_t bits(float x) { return std::bit_cast<std::uint32_t>(x); }
-float from_bits(std::uint32_t u) { return std::bit_cast<float>(u); }
+std::uint32_t bits(float x) {
+  return std::bit_cast<std::uint32_t>(x);
+}
+float from_bits(std::uint32_t u) {
+  return std::bit_cast<float>(u);
+}
 
 /// Rounds to fp32 whatever the compiler would like to do with the expression around it.
 float rounded(float x) {
@@ -51,9 +55,8 @@ float reference_round(float x, int fraction, int lowest, double largest) {
 /// Every exponent and sign with low halves around the ties of both formats, and NaNs of all kinds.
 template <class Check>
 void for_many_floats(const Check& check) {
-  const std::uint32_t lows[] = {0x0000, 0x0001, 0x0fff, 0x1000, 0x1001, 0x2000,
-                                0x3000, 0x7fff, 0x8000, 0x8001, 0xefff, 0xf000,
-                                0xf001, 0xffff, 0x5a5a};
+  const std::uint32_t lows[] = {0x0000, 0x0001, 0x0fff, 0x1000, 0x1001, 0x2000, 0x3000, 0x7fff,
+                                0x8000, 0x8001, 0xefff, 0xf000, 0xf001, 0xffff, 0x5a5a};
   for (std::uint32_t high = 0; high < 0x10000; ++high) {
     for (const std::uint32_t low : lows) check(from_bits(high << 16 | low));
   }
@@ -296,8 +299,8 @@ std::vector<Gradient> gradients(int ranks, DType dtype, std::int64_t count) {
 }
 
 /// The sum of one element as the spec words it.
-float reference_sum(const std::vector<Gradient>& all, DType dtype, DType wire, int group,
-                    float acc, std::size_t i) {
+float reference_sum(const std::vector<Gradient>& all, DType dtype, DType wire, int group, float acc,
+                    std::size_t i) {
   const std::size_t size = group > 0 ? static_cast<std::size_t>(group) : all.size();
   float total = 0.0f;
   for (std::size_t first = 0; first < all.size(); first += size) {
