@@ -27,7 +27,8 @@ void reject(std::string_view rule, std::string_view field, double value, std::st
   throw UsageError(std::string(rule) + ": " + std::string(field) + " = " + text(value) +
                    " is out of range: it must be " + std::string(allowed) +
                    ". Change it in the optimizer, in ModelSpec::group, in StepOptions or in "
-                   "StepOptions::groups, whichever set it last.");
+                   "StepOptions::groups, whichever set it last; lr includes "
+                   "ParameterOptions::lr_scale.");
 }
 
 void check_size(std::string_view rule, std::string_view field, double value) {

@@ -39,7 +39,9 @@ namespace optimizers {
 class Rule;
 }
 
-/// Any optimizer, by value. Cheap to copy; immutable.
+/// Any optimizer, by value. Cheap to copy; immutable. Construction throws UsageError, naming the
+/// field, for hyper-parameters that make no sense. Whether SGD has a momentum buffer is decided by
+/// SGD::momentum; groups and steps may vary it only if it is not 0.
 class Optimizer {
  public:
   Optimizer(const AdamW& config);  // NOLINT(google-explicit-constructor): an AdamW is an Optimizer

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace zshard::comm {
 
@@ -14,7 +15,12 @@ Board::Board(int world, std::uint64_t signatures, std::size_t payload_bytes)
 
 void Board::fail(const std::string& message) {
   std::uint32_t fine = 0;
-  if (!failed_.compare_exchange_strong(fine, 1)) return;
+  if (!failed_.compare_exchange_strong(fine, 1)) {
+    // The caller throws the first message, which another rank may be writing just now. It takes
+    // microseconds, unless that rank dies in between.
+    for (int i = 0; i < 10'000 && !failed(); ++i) std::this_thread::yield();
+    return;
+  }
   const std::size_t length = std::min(message.size(), message_.size() - 1);
   std::memcpy(message_.data(), message.data(), length);
   message_[length] = '\0';

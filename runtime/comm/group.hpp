@@ -62,6 +62,9 @@ class Group {
                                             std::size_t payload_bytes) = 0;
   /// Why rank r will make no further call; nullopt while it may.
   [[nodiscard]] virtual std::optional<std::string> gone(int r) const = 0;
+  /// This rank is on its way out by an exception. Called before peers can notice it, so that the
+  /// cause can be told from what it causes.
+  virtual void fails() noexcept {}
   /// Ranks of this group that share this process' memory and cores.
   [[nodiscard]] virtual int ranks_here() const = 0;
 };

@@ -1,5 +1,6 @@
 #include "zshard/process_group.hpp"
 
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <exception>
@@ -98,24 +99,30 @@ void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions op
   const auto world = comm::make_thread_world(n, options.deadline_seconds);
   std::mutex mutex;
   std::exception_ptr first;
+  std::int64_t first_time = 0;
   std::vector<std::thread> threads;
+  // An exception is caught here only after destructors have told the peers, whose CommErrors may
+  // be caught before it: it counts from when they were told.
+  const auto note = [&](const comm::ThreadGroup& group, bool consequence) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    std::int64_t time = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    if (!consequence && group.failing_since() != 0) time = group.failing_since();
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (first != nullptr && first_time <= time) return;
+    first = std::current_exception();
+    first_time = time;
+  };
   const auto body = [&](int rank) {
     const auto group = std::make_shared<comm::ThreadGroup>(world, rank);
     std::string reason = "its function has returned";
     try {
       fn(ProcessGroup(group));
+    } catch (const std::exception& error) {
+      note(*group, dynamic_cast<const CommError*>(&error) != nullptr);
+      reason = std::string("it threw: ") + error.what();
     } catch (...) {
-      {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (first == nullptr) first = std::current_exception();
-      }
-      try {
-        throw;
-      } catch (const std::exception& error) {
-        reason = std::string("it threw: ") + error.what();
-      } catch (...) {
-        reason = "it threw something that is no std::exception";
-      }
+      note(*group, false);
+      reason = "it threw something that is no std::exception";
     }
     group->leave(reason);
   };

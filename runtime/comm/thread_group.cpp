@@ -21,27 +21,51 @@ class ThreadWorld {
     std::atomic<std::uint32_t> arrived{0};
     std::atomic<bool> gone{false};
     std::string reason;  // written before gone
+    std::atomic<std::int64_t> failing{0};
   };
 
-  /// After a failed call nothing can complete any more: counters no longer match. The first cause
-  /// stays.
+  /// A rank has come to a call. Whether the call takes place is decided under one lock: either all
+  /// ranks move its data, or none does. False: the group has failed before.
+  bool arrive(Rank& rank, std::uint32_t call) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (broken.load()) return false;
+    rank.arrived.store(call, std::memory_order_release);
+    if (++arrivals % ranks.size() == 0) met.add();
+    return true;
+  }
+
+  /// Gives a call up, unless all ranks have come to it by now: false. After a failed call nothing
+  /// can complete any more, since counters no longer match. The first cause stays.
+  bool give_up(std::uint32_t call, const std::string& cause) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (met.reached(call)) return false;
+    breaks_locked(cause);
+    return true;
+  }
+
   void breaks(const std::string& cause) {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (!broken.load()) {
-      why = cause;
-      broken.store(true, std::memory_order_release);
-    }
-    arrived.nudge();
-    done.nudge();
+    breaks_locked(cause);
   }
 
   const double deadline_seconds;
   std::vector<Rank> ranks;
   std::mutex mutex;
   std::atomic<bool> broken{false};
-  std::string why;  // written before broken
-  base::Counter arrived;
-  base::Counter done;
+  std::string why;             // written before broken
+  std::uint64_t arrivals = 0;  // over all calls
+  base::Counter met;           // calls that every rank has come to
+  base::Counter done;          // ranks that have finished a call, over all calls
+
+ private:
+  void breaks_locked(const std::string& cause) {
+    if (!broken.load()) {
+      why = cause;
+      broken.store(true, std::memory_order_release);
+    }
+    met.nudge();
+    done.nudge();
+  }
 };
 
 std::shared_ptr<ThreadWorld> make_thread_world(int size, double deadline_seconds) {
@@ -98,18 +122,20 @@ double ThreadGroup::deadline_seconds() const {
 template <class Move>
 void ThreadGroup::meet(const ControlSignature& signature, const void* mine,
                        std::shared_ptr<void> object, Move&& move) {
-  if (world_->broken.load(std::memory_order_acquire)) {
+  const auto refuse = [&] {
     throw CommError(describe(signature) + " on rank " + std::to_string(rank_) +
                     ": the group has failed: " + world_->why);
-  }
+  };
+  // Peers of a failed call may still read this rank's words: they stay.
+  if (world_->broken.load(std::memory_order_acquire)) refuse();
   const auto world = static_cast<std::uint32_t>(size());
   ThreadWorld::Rank& me = world_->ranks[static_cast<std::size_t>(rank_)];
   me.signature = signature;
   me.data = mine;
   me.object = std::move(object);
+  me.failing.store(0, std::memory_order_relaxed);
   const std::uint32_t call = ++calls_;
-  me.arrived.store(call, std::memory_order_release);
-  world_->arrived.add();
+  if (!world_->arrive(me, call)) refuse();
 
   const auto start = std::chrono::steady_clock::now();
   std::string lost;
@@ -135,8 +161,7 @@ void ThreadGroup::meet(const ControlSignature& signature, const void* mine,
     }
     return false;
   };
-  if (!world_->arrived.wait(call * world, poll)) {
-    world_->breaks(lost);
+  if (!world_->met.wait(call, poll) && world_->give_up(call, lost)) {
     throw CommError(describe(signature) + " on rank " + std::to_string(rank_) +
                     " cannot complete: " + lost);
   }
@@ -173,8 +198,11 @@ void ThreadGroup::exchange(const ControlSignature& signature, const void* mine, 
   meet(signature, mine, nullptr, [&] {
     if (signature.bytes == 0) return;
     for (int r = 0; r < size(); ++r) {
-      std::memcpy(static_cast<std::byte*>(all) + static_cast<std::size_t>(r) * signature.bytes,
-                  world_->ranks[static_cast<std::size_t>(r)].data, signature.bytes);
+      std::byte* target =
+          static_cast<std::byte*>(all) + static_cast<std::size_t>(r) * signature.bytes;
+      const void* source = world_->ranks[static_cast<std::size_t>(r)].data;
+      // In place: peers read it now.
+      if (source != target) std::memcpy(target, source, signature.bytes);
     }
   });
 }
@@ -227,7 +255,18 @@ void ThreadGroup::leave(const std::string& reason) {
   if (me.gone.load()) return;
   me.reason = reason;
   me.gone.store(true, std::memory_order_release);
-  world_->arrived.nudge();
+  world_->met.nudge();
+}
+
+void ThreadGroup::fails() noexcept {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  std::int64_t never = 0;
+  world_->ranks[static_cast<std::size_t>(rank_)].failing.compare_exchange_strong(
+      never, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+std::int64_t ThreadGroup::failing_since() const {
+  return world_->ranks[static_cast<std::size_t>(rank_)].failing.load();
 }
 
 }  // namespace zshard::comm

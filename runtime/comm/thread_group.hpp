@@ -27,7 +27,12 @@ class ThreadGroup final : public Group {
   std::optional<std::string> gone(int r) const override;
   int ranks_here() const override { return size(); }
 
+  void fails() noexcept override;
+
   void leave(const std::string& reason);
+  /// When fails() was called first since the last collective call: nanoseconds of steady_clock; 0
+  /// if not.
+  [[nodiscard]] std::int64_t failing_since() const;
 
  private:
   std::vector<std::shared_ptr<void>> share_objects(const ControlSignature& signature,

@@ -35,12 +35,23 @@ std::string first_difference(const std::string& a, const std::string& b, int ran
 
 }  // namespace
 
+std::string text_of(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "something that is no std::exception";
+  }
+}
+
 Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
            const EngineOptions& options)
     : blueprint_{spec, optimizer, options, nullptr, {}, {}, {}},
       group_(group.implementation()),
       rank_(group.rank()),
-      world_(group.size()) {
+      world_(group.size()),
+      exceptions_(std::uncaught_exceptions()) {
   // A rank whose arguments are refused still takes part, so that its peers get an error instead of
   // a deadline.
   std::uint32_t status = kFine;
@@ -149,15 +160,28 @@ Core::~Core() {
 }
 
 void Core::close() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   if (closed_) return;
   closed_ = true;
   try {
-    // A queue may wait for peers for ever: the failure lets it go.
-    if (endpoint_ != nullptr && cursor_ != nullptr && (cursor_->in_range() || poison_ != nullptr)) {
-      endpoint_->fail("rank " + std::to_string(rank_) +
-                      " destroyed its engine inside a range of micro-steps or evaluation passes");
+    if (std::uncaught_exceptions() > exceptions_) group_->fails();
+    for (std::size_t u = 0; u < bound_.size(); ++u) unbind(UnitId{static_cast<std::int32_t>(u)});
+    on_bind_ = nullptr;  // what it refers to, and the bound variables, may go before a last guard
+    for (auto& bound : bound_) bound.clear();
+    if (endpoint_ != nullptr && cursor_ != nullptr) {
+      if (cursor_->in_range() || poison_ != nullptr) {
+        // A queue may wait for peers for ever: the failure lets it go.
+        endpoint_->fail("rank " + std::to_string(rank_) +
+                        " destroyed its engine inside a range of micro-steps or evaluation passes");
+      } else {
+        // Peers may still need what this rank passed over in an evaluation.
+        plane_->drain();
+      }
     }
+  } catch (...) {
+    if (poison_ == nullptr) poison_ = std::current_exception();
+  }
+  try {
     if (poison_ == nullptr) {
       poison_ = std::make_exception_ptr(
           UsageError("the engine is destroyed, but a guard or range of it is still used"));
@@ -172,6 +196,7 @@ void Core::close() noexcept {
 void Core::prepare_bindings() {
   const shard::Layout& layout = *blueprint_.layout;
   bound_.resize(layout.units().size());
+  binds_.assign(layout.units().size(), 0);
   modes_.assign(layout.units().size(), GradientMode::accumulate);
   for (const UnitSpec& unit : blueprint_.spec.units()) {
     for (const ParameterSpec& p : unit.parameters) {
@@ -198,11 +223,14 @@ void Core::poison(std::exception_ptr cause, const std::string& message) {
 
 void Core::abandon(const std::string& scope) noexcept {
   try {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<CallMutex> lock(mutex_);
     const std::string message = "rank " + std::to_string(rank_) + ": " + scope +
                                 " was left by an exception" + where() +
                                 "; make a new engine, from a checkpoint if need be";
-    poison(std::make_exception_ptr(Error(message)), message);
+    Error error(message);
+    if (cursor_ != nullptr) error.set_state_step(cursor_->step_count());
+    group_->fails();
+    poison(std::make_exception_ptr(error), message);
   } catch (...) {
     if (poison_ == nullptr) poison_ = std::current_exception();
   }
@@ -238,19 +266,19 @@ void Core::check_between_steps(std::string_view call) const {
 // ----------------------------------------------------------------------------------------
 
 void Core::begin_micro_steps(int n) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   guarded([&] { cursor_->micro_steps(n); });
 }
 
 void Core::begin_evaluation_passes(int n) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   guarded([&] { cursor_->evaluation_passes(n); });
 }
 
 bool Core::next_micro_step() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   return guarded([&] {
     const bool more = cursor_->next_micro_step();
@@ -263,7 +291,7 @@ bool Core::next_micro_step() {
 }
 
 void Core::finish_evaluation() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   if (!cursor_->in_evaluation())
     throw UsageError("finish_evaluation() outside an evaluation range");
@@ -274,7 +302,7 @@ void Core::finish_evaluation() {
 }
 
 MicroStep Core::micro_step() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   return {cursor_->micro(), cursor_->n(), blueprint_.options.loss_scale};
 }
 
@@ -282,7 +310,7 @@ MicroStep Core::micro_step() const {
 // -------------------------------------------------------------------------------------
 
 GradientMode Core::acquire(UnitId unit, Pass pass) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   return guarded([&] {
@@ -292,20 +320,25 @@ GradientMode Core::acquire(UnitId unit, Pass pass) {
     if (pass == Pass::backward) {
       mode = fresh_gradient_ ? blueprint_.options.gradient_mode : GradientMode::accumulate;
     }
-    bind(unit);
+    try {
+      bind(unit);
+    } catch (...) {
+      unbind(unit);  // no guard will
+      throw;
+    }
     return mode;
   });
 }
 
 void Core::commit(UnitId unit) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   guarded([&] { cursor_->commit(unit); });
 }
 
 void Core::release(UnitId unit, Pass pass) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   guarded([&] {
@@ -314,6 +347,7 @@ void Core::release(UnitId unit, Pass pass) {
       bind(unit);
     } else {
       unbind(unit);
+      check_poison();
     }
   });
 }
@@ -321,25 +355,22 @@ void Core::release(UnitId unit, Pass pass) {
 void Core::release_quietly(UnitId unit, Pass pass) noexcept {
   try {
     release(unit, pass);
-  } catch (const std::exception& error) {
-    // A destructor cannot throw: the next call does.
-    const std::lock_guard<std::mutex> lock(mutex_);
-    unbind(unit);
-    if (poison_ == nullptr) {
-      try {
-        poison(std::current_exception(), "rank " + std::to_string(rank_) + ": " + error.what());
-      } catch (...) {
-        poison_ = std::current_exception();
-      }
-    }
   } catch (...) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (poison_ == nullptr) poison_ = std::current_exception();
+    // A destructor cannot throw: the next call does.
+    const std::exception_ptr cause = std::current_exception();
+    try {
+      const std::lock_guard<CallMutex> lock(mutex_);
+      unbind(unit);
+      if (poison_ == nullptr)
+        poison(cause, "rank " + std::to_string(rank_) + ": " + text_of(cause));
+    } catch (...) {
+      if (poison_ == nullptr) poison_ = cause;
+    }
   }
 }
 
 void Core::skip(UnitId unit) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   guarded([&] { cursor_->skip(unit); });
@@ -350,6 +381,7 @@ void Core::skip(UnitId unit) {
 
 void Core::bind(UnitId unit) {
   const std::int32_t u = unit.value;
+  binds_[static_cast<std::size_t>(u)] = 1;
   const std::int64_t offset = cursor_->address(unit);
   const bool backward = cursor_->held_backward(unit) >= 0;
   for (const Bound& b : bound_[static_cast<std::size_t>(u)]) {
@@ -361,15 +393,38 @@ void Core::bind(UnitId unit) {
                          : nullptr;
     b.data.assign(data);
     b.gradient.assign(gradient);
-    if (on_bind_) on_bind_({b.parameter, data, gradient, modes_[static_cast<std::size_t>(u)]});
+    if (on_bind_) call_back({b.parameter, data, gradient, modes_[static_cast<std::size_t>(u)]});
   }
 }
 
 void Core::unbind(UnitId unit) noexcept {
-  for (const Bound& b : bound_[static_cast<std::size_t>(unit.value)]) {
+  const auto u = static_cast<std::size_t>(unit.value);
+  if (u >= binds_.size() || binds_[u] == 0) return;
+  binds_[u] = 0;
+  for (const Bound& b : bound_[u]) {
     b.data.assign(nullptr);
     b.gradient.assign(nullptr);
-    if (on_bind_) on_bind_({b.parameter, nullptr, nullptr, GradientMode::accumulate});
+  }
+  if (!on_bind_) return;
+  for (const Bound& b : bound_[u]) {
+    try {
+      call_back({b.parameter, nullptr, nullptr, GradientMode::accumulate});
+    } catch (...) {  // has poisoned
+    }
+  }
+}
+
+void Core::call_back(const Binding& binding) {
+  try {
+    on_bind_(binding);
+  } catch (...) {
+    // Whatever its type: the unit is held, or gone, and nobody knows it.
+    const std::exception_ptr cause = std::current_exception();
+    if (poison_ == nullptr) {
+      poison(cause, "rank " + std::to_string(rank_) + ": the callback of on_bind threw" + where() +
+                        ": " + text_of(cause));
+    }
+    throw;
   }
 }
 
@@ -381,7 +436,7 @@ UnitId Core::unit_of(ParameterId id) const {
 }
 
 void* Core::pointer(ParameterId id) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   const UnitId unit = unit_of(id);
   if (!cursor_->held(unit)) {
@@ -398,9 +453,12 @@ void* Core::pointer(ParameterId id) const {
 }
 
 void* Core::gradient(ParameterId id) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   const UnitId unit = unit_of(id);
+  if (!cursor_->held(unit)) {
+    throw UsageError("parameter " + blueprint_.spec.parameter(id).name + ": its unit is not held");
+  }
   const shard::Place& place = blueprint_.layout->place(id);
   const shard::Segment& segment = blueprint_.layout->units()[static_cast<std::size_t>(place.unit)]
                                       .segments[static_cast<std::size_t>(place.segment)];
@@ -410,14 +468,18 @@ void* Core::gradient(ParameterId id) const {
 }
 
 GradientMode Core::gradient_mode(UnitId unit) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
+  if (!cursor_->held(unit)) {
+    throw UsageError("unit " + blueprint_.spec.units()[static_cast<std::size_t>(unit.value)].name +
+                     " is not held");
+  }
   return modes_[static_cast<std::size_t>(unit.value)];
 }
 
 void Core::on_bind(std::function<void(const Binding&)> callback) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   on_bind_ = std::move(callback);
 }

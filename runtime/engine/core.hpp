@@ -3,6 +3,7 @@
 // for them while it holds it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "optimizers/rule.hpp"
@@ -21,8 +23,35 @@
 #include "runtime/engine/data_plane.hpp"
 #include "runtime/engine/storage.hpp"
 #include "zshard/engine.hpp"
+#include "zshard/error.hpp"
 
 namespace zshard::engine {
+
+/// A mutex that tells a thread which holds it already, inside a callback of the engine, instead of
+/// hanging for ever.
+class CallMutex {
+ public:
+  void lock() {
+    if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+      throw UsageError(
+          "the engine was called from inside one of its own callbacks (on_bind, or the function of "
+          "initialize); a callback works on what it is given only");
+    }
+    mutex_.lock();
+    owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+  void unlock() {
+    owner_.store(std::thread::id(), std::memory_order_relaxed);
+    mutex_.unlock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<std::thread::id> owner_{};
+};
+
+/// what() of an exception in flight or kept.
+std::string text_of(const std::exception_ptr& cause);
 
 class Core final : private CursorSink {
  public:
@@ -112,7 +141,9 @@ class Core final : private CursorSink {
   void prepare_bindings();
   void prepare_hyper_classes();
   void bind(UnitId unit);
+  /// Nulls the unit's pointers. What a callback throws poisons the engine.
   void unbind(UnitId unit) noexcept;
+  void call_back(const Binding& binding);
   void check_unit(UnitId unit) const;
   void check_poison() const;
   void check_between_steps(std::string_view call) const;
@@ -128,7 +159,11 @@ class Core final : private CursorSink {
   void fill_report_totals(StepReport& report);
 
   [[nodiscard]] Location locate(const std::string& name) const;
+  void fill_own(UnitId unit, const Initializer& fill);
   void rendezvous(comm::Operation operation, std::uint64_t tag);
+  /// Compares how the ranks' own functions ended. `failure`: what this rank's threw, or null.
+  void rendezvous_outcome(comm::Operation operation, std::uint64_t tag, std::string_view call,
+                          const std::exception_ptr& failure);
   [[nodiscard]] float* state_of(int r, const Location& at, const std::string& slot,
                                 const std::string& name) const;
 
@@ -141,11 +176,14 @@ class Core final : private CursorSink {
   std::unique_ptr<DataPlane> plane_;
   std::unique_ptr<Cursor> cursor_;
 
-  mutable std::mutex mutex_;
+  mutable CallMutex mutex_;
   std::exception_ptr poison_;
   bool closed_ = false;
+  bool updated_ = false;  // the step that failed has updated all the same
+  int exceptions_;        // on their way at construction
   std::function<void(const Binding&)> on_bind_;
   std::vector<std::vector<Bound>> bound_;  // per unit, aliases of its parameters included
+  std::vector<char> binds_;                // per unit: its pointers are set
   std::vector<GradientMode> modes_;        // per unit, of the last backward acquire
   bool fresh_gradient_ = false;            // set by use() within acquire
   bool step_vote_ = false;                 // the next issue is the vote of step()
@@ -173,6 +211,10 @@ auto Core::guarded(Body&& body) {
     return body();
   } catch (const UsageError&) {
     throw;  // thrown before anything changed
+  } catch (Error& error) {
+    if (cursor_ != nullptr && !error.state_step()) error.set_state_step(cursor_->step_count());
+    poison(std::current_exception(), "rank " + std::to_string(rank_) + ": " + error.what());
+    throw;
   } catch (const std::exception& error) {
     poison(std::current_exception(), "rank " + std::to_string(rank_) + ": " + error.what());
     throw;

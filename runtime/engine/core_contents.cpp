@@ -14,6 +14,7 @@
 namespace zshard::engine {
 namespace {
 
+constexpr std::int64_t kMostSteps = std::int64_t{1} << 53;  // exact in fp64 bias corrections
 constexpr std::int64_t kPiece = 4096;  // elements of an initializer's piece; on the stack
 
 std::uint64_t mix(std::uint64_t hash, const void* data, std::size_t bytes) {
@@ -41,6 +42,33 @@ Core::Location Core::locate(const std::string& name) const {
 
 void Core::rendezvous(comm::Operation operation, std::uint64_t tag) {
   group_->exchange({operation, 0, 0, tag}, nullptr, nullptr);
+}
+
+void Core::rendezvous_outcome(comm::Operation operation, std::uint64_t tag, std::string_view call,
+                              const std::exception_ptr& failure) {
+  struct Outcome {
+    std::uint32_t failed;
+    char text[1020];
+  };
+  Outcome mine{};
+  if (failure != nullptr) {
+    mine.failed = 1;
+    const std::string text = text_of(failure);
+    std::memcpy(mine.text, text.data(), std::min(text.size(), sizeof mine.text - 1));
+  }
+  std::vector<Outcome> all(static_cast<std::size_t>(world_));
+  group_->exchange({operation, 0, sizeof mine, tag}, &mine, all.data());
+  for (int r = 0; r < world_; ++r) {
+    const Outcome& outcome = all[static_cast<std::size_t>(r)];
+    if (outcome.failed == 0) continue;
+    const std::string message = "rank " + std::to_string(r) + ": the function of " +
+                                std::string(call) + " threw: " + outcome.text;
+    if (failure != nullptr) {
+      poison(failure, message);
+      std::rethrow_exception(failure);
+    }
+    throw CommError(message);
+  }
 }
 
 float* Core::state_of(int r, const Location& at, const std::string& slot,
@@ -75,7 +103,7 @@ void check_range(const std::string& name, std::int64_t first, std::size_t size,
 
 void Core::read(Content content, const std::string& name, const std::string& slot,
                 std::span<float> out, std::int64_t first) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   const Location at = locate(name);
   check_range(name, first, out.size(), at.placed->count);
@@ -126,7 +154,7 @@ void Core::read(Content content, const std::string& name, const std::string& slo
 
 void Core::write(Content content, const std::string& name, const std::string& slot,
                  std::span<const float> values, std::int64_t first) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   const Location at = locate(name);
   check_range(name, first, values.size(), at.placed->count);
@@ -141,7 +169,8 @@ void Core::write(Content content, const std::string& name, const std::string& sl
   }
   if (content == Content::state) (void)state_of(rank_, at, slot, name);  // checks the names
   guarded([&] {
-    if (content == Content::gradient) plane_->drain();
+    // Peers that passed over parts of an evaluation still read here.
+    plane_->drain();
     const std::uint64_t tag =
         mix(tag_of(content, name, slot, first, static_cast<std::int64_t>(values.size())),
             values.data(), values.size() * 4);
@@ -190,8 +219,34 @@ void Core::write(Content content, const std::string& name, const std::string& sl
   });
 }
 
+void Core::fill_own(UnitId unit, const Initializer& fill) {
+  const std::int32_t u = unit.value;
+  const shard::UnitLayout& layout = blueprint_.layout->units()[static_cast<std::size_t>(u)];
+  std::array<float, kPiece> piece;
+  for (std::int32_t s = 0; s < static_cast<std::int32_t>(layout.segments.size()); ++s) {
+    const shard::Segment& seg = layout.segments[static_cast<std::size_t>(s)];
+    std::byte* shard = storage_->shard(rank_, u, s);
+    float* master = seg.trained() ? storage_->master(rank_, u, s) : nullptr;
+    const std::int64_t cut = rank_ * seg.shard;
+    const std::int64_t base = storage_->state_begin(u, s);
+    for (const shard::Placed& p : seg.placed) {
+      const ParameterSpec& spec = blueprint_.spec.parameter(p.parameter);
+      const shard::Range own = seg.owned(p, rank_);
+      for (std::int64_t lo = own.lo; lo < own.hi; lo += kPiece) {
+        const std::int64_t count = std::min(kPiece, own.hi - lo);
+        fill({p.parameter, spec.name, spec.shape, lo - p.start, count},
+             std::span<float>(piece.data(), static_cast<std::size_t>(count)));
+        kernels::narrow(piece.data(), seg.dtype, shard + (lo - cut) * size_of(seg.dtype), count);
+        if (master != nullptr) {
+          std::memcpy(master + (lo - base), piece.data(), static_cast<std::size_t>(count) * 4);
+        }
+      }
+    }
+  }
+}
+
 void Core::initialize(UnitId unit, const Initializer& fill) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   check_between_steps("initialize");
@@ -201,29 +256,16 @@ void Core::initialize(UnitId unit, const Initializer& fill) {
   const bool whole_state = blueprint_.options.stage == Stage::replicated;
   guarded([&] {
     const auto tag = static_cast<std::uint64_t>(u);
+    plane_->drain();
     rendezvous(comm::Operation::initialize, 4 * tag);
-    std::array<float, kPiece> piece;
-    for (std::int32_t s = 0; s < static_cast<std::int32_t>(layout.segments.size()); ++s) {
-      const shard::Segment& seg = layout.segments[static_cast<std::size_t>(s)];
-      std::byte* shard = storage_->shard(rank_, u, s);
-      float* master = seg.trained() ? storage_->master(rank_, u, s) : nullptr;
-      const std::int64_t cut = rank_ * seg.shard;
-      const std::int64_t base = storage_->state_begin(u, s);
-      for (const shard::Placed& p : seg.placed) {
-        const ParameterSpec& spec = blueprint_.spec.parameter(p.parameter);
-        const shard::Range own = seg.owned(p, rank_);
-        for (std::int64_t lo = own.lo; lo < own.hi; lo += kPiece) {
-          const std::int64_t count = std::min(kPiece, own.hi - lo);
-          fill({p.parameter, spec.name, spec.shape, lo - p.start, count},
-               std::span<float>(piece.data(), static_cast<std::size_t>(count)));
-          kernels::narrow(piece.data(), seg.dtype, shard + (lo - cut) * size_of(seg.dtype), count);
-          if (master != nullptr) {
-            std::memcpy(master + (lo - base), piece.data(), static_cast<std::size_t>(count) * 4);
-          }
-        }
-      }
+    std::exception_ptr failure;
+    try {
+      fill_own(unit, fill);
+    } catch (...) {
+      failure = std::current_exception();
     }
-    rendezvous(comm::Operation::initialize, 4 * tag + 1);
+    rendezvous_outcome(comm::Operation::initialize, 4 * tag + 1,
+                       "initialize of unit " + layout.name, failure);
     for (std::int32_t s = 0; s < static_cast<std::int32_t>(layout.segments.size()); ++s) {
       const shard::Segment& seg = layout.segments[static_cast<std::size_t>(s)];
       if (!storage_->replicated(u, s) || seg.padded == 0) continue;
@@ -244,15 +286,17 @@ void Core::initialize(UnitId unit, const Initializer& fill) {
 }
 
 std::int64_t Core::step_count() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return cursor_->step_count();
+  const std::lock_guard<CallMutex> lock(mutex_);
+  return cursor_->step_count() + (updated_ ? 1 : 0);
 }
 
 void Core::set_step_count(std::int64_t step) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_between_steps("set_step_count");
-  if (step < 0) throw UsageError("set_step_count: " + std::to_string(step) + " is negative");
+  if (step < 0 || step > kMostSteps) {
+    throw UsageError("set_step_count: " + std::to_string(step) + " is not in 0 to 2^53");
+  }
   cursor_->set_step_count(step);
 }
 

@@ -44,7 +44,7 @@ void Core::prepare_hyper_classes() {
   }
   resolved_.resize(classes_.size());
   constants_.resize(classes_.size());
-  argument_words_.reserve(classes_.size() * 6 + 2);
+  argument_words_.reserve(classes_.size() * 6 + 3);
   order_.reserve(spec.units().size());
 }
 
@@ -85,13 +85,14 @@ std::uint64_t Core::hash_arguments(double unscale, const StepOptions& options) {
       argument_words_.push_back(x);
     }
   }
+  argument_words_.push_back(static_cast<double>(cursor_->step_count()));
   argument_words_.push_back(unscale);
   argument_words_.push_back(options.clip_norm.value_or(-1.0));
   return XXH3_64bits(argument_words_.data(), argument_words_.size() * sizeof(double));
 }
 
 StepReport Core::step(const StepOptions& options) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   if (!cursor_->in_range() || cursor_->in_evaluation()) {
     throw UsageError("step() without micro_steps()" + where());
@@ -111,13 +112,7 @@ StepReport Core::step(const StepOptions& options) {
   report.step = cursor_->step_count();
   resolve(options, &report.lr);
   arguments_ = hash_arguments(unscale, options);
-  try {
-    guarded([&] { cursor_->begin_step(); });
-  } catch (CommError& error) {
-    error.set_state_step(report.step);  // before the vote nothing has changed
-    poison_ = std::current_exception();
-    throw;
-  }
+  guarded([&] { cursor_->begin_step(); });  // before the vote nothing has changed
 
   const Vote& vote = plane_->vote();
   report.non_finite = vote.non_finite;
@@ -200,6 +195,7 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
     if (endpoint_->failed()) throw CommError(endpoint_->failure());
   });
   if (cause == nullptr) return;
+  updated_ = true;
   try {
     std::rethrow_exception(cause);
   } catch (Error& error) {

@@ -411,7 +411,8 @@ void DataPlane::exchange_votes(const Work& work) {
   if (different >= 0) {
     const std::string message = "ranks 0 and " + std::to_string(different) +
                                 " called step() with different arguments; learning rate, scales, "
-                                "clipping and groups must be the same on every rank";
+                                "clipping, groups and the step counter must be the same on every "
+                                "rank";
     endpoint_.fail(message);
     throw CommError(message);
   }

@@ -30,14 +30,13 @@ std::shared_ptr<Arena> Arena::make(std::int64_t bytes) {
   if (bytes <= 0) return std::shared_ptr<Arena>(new Arena(nullptr, 0, 0));
   const std::int64_t reserved = round_to_arena(bytes);
   // mmap aligns to pages only: take one huge page more and give back both ends.
-  const auto length = static_cast<std::size_t>(reserved + kArenaRounding);
-  void* mapped = reserved > std::numeric_limits<std::int64_t>::max() - kArenaRounding
-                     ? MAP_FAILED
-                     : mmap(nullptr, length, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const std::size_t length =
+      static_cast<std::size_t>(reserved) + static_cast<std::size_t>(kArenaRounding);
+  void* mapped = mmap(nullptr, length, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) {
     throw OutOfMemory("cannot map an arena of " + std::to_string(bytes) +
-                      " bytes: " + std::strerror(errno == 0 ? ENOMEM : errno) +
+                      " bytes: " + std::strerror(errno) +
                       ". Shard over more ranks, lower the budgets, or raise the limit (ulimit -v)");
   }
   auto* begin = static_cast<std::byte*>(mapped);

@@ -4,22 +4,27 @@
 #include <array>
 #include <cstdint>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "runtime/base/bytes.hpp"
+#include "runtime/memory/arena.hpp"
 #include "zshard/memory_plan.hpp"
 
 namespace zshard {
 namespace {
 
-constexpr std::int64_t kArenaGrain = std::int64_t{2} << 20;  // bytes: one huge page
 constexpr std::array kAllTiers = {Tier::device, Tier::host, Tier::nvme};
 static_assert(kAllTiers.size() == kTiers);
 
-std::int64_t arena_of(std::int64_t bytes) {
-  return (bytes + kArenaGrain - 1) / kArenaGrain * kArenaGrain;
+/// Plans of models that fit nowhere are still compared and printed: sums stop at the largest
+/// number.
+std::int64_t sum_of(std::int64_t a, std::int64_t b) {
+  std::int64_t sum = 0;
+  if (__builtin_add_overflow(a, b, &sum)) return std::numeric_limits<std::int64_t>::max();
+  return sum;
 }
 
 std::string cell(std::int64_t bytes) {
@@ -31,7 +36,7 @@ using Row = std::array<std::string, kTiers + 2>;
 
 Row row_of(std::string_view name, const std::array<std::int64_t, kTiers>& bytes) {
   return {std::string(name), cell(bytes[0]), cell(bytes[1]), cell(bytes[2]),
-          cell(bytes[0] + bytes[1] + bytes[2])};
+          cell(sum_of(sum_of(bytes[0], bytes[1]), bytes[2]))};
 }
 
 }  // namespace
@@ -65,7 +70,7 @@ std::string_view to_string(Category category) {
 std::int64_t MemoryPlan::bytes(Category category) const {
   std::int64_t sum = 0;
   for (const Tier tier : kAllTiers) {
-    sum += bytes(category, tier);
+    sum = sum_of(sum, bytes(category, tier));
   }
   return sum;
 }
@@ -73,13 +78,13 @@ std::int64_t MemoryPlan::bytes(Category category) const {
 std::int64_t MemoryPlan::arena_bytes(Tier tier) const {
   std::int64_t sum = 0;
   for (int c = 0; c < kCategories; ++c) {
-    sum += arena_of(bytes(static_cast<Category>(c), tier));
+    sum = sum_of(sum, memory::round_to_arena(bytes(static_cast<Category>(c), tier)));
   }
   return sum;
 }
 
 std::int64_t MemoryPlan::memory_bytes() const {
-  return arena_bytes(Tier::device) + arena_bytes(Tier::host);
+  return sum_of(arena_bytes(Tier::device), arena_bytes(Tier::host));
 }
 
 std::string MemoryPlan::to_string() const {
@@ -93,8 +98,8 @@ std::string MemoryPlan::to_string() const {
     std::array<std::int64_t, kTiers> row{};
     for (std::size_t t = 0; t < row.size(); ++t) {
       row[t] = bytes(category, kAllTiers[t]);
-      totals[t] += row[t];
-      arenas[t] += arena_of(row[t]);
+      totals[t] = sum_of(totals[t], row[t]);
+      arenas[t] = sum_of(arenas[t], memory::round_to_arena(row[t]));
     }
     rows.push_back(row_of(zshard::to_string(category), row));
   }

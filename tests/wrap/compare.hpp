@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -119,6 +120,23 @@ inline std::string difference(const Outcome& expected, const Outcome& got) {
   return out.str();
 }
 
+/// "" if the run learned with finite numbers.
+inline std::string not_finite(const Outcome& outcome) {
+  const auto finite = [](const std::vector<float>& values) {
+    return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
+  };
+  for (const auto& [name, values] : outcome.tensors) {
+    if (!finite(values)) return name;
+  }
+  for (const auto& losses : outcome.losses) {
+    if (!finite(losses)) return "a loss";
+  }
+  for (const double norm : outcome.norms) {
+    if (!(norm > 0.0) || !std::isfinite(norm)) return "a norm";
+  }
+  return outcome.norms.empty() ? "no step" : "";
+}
+
 /// All ranks of one setting. Throws if the ranks ended with other bits.
 inline Outcome run(const Setting& setting, const Loop& loop) {
   std::vector<Outcome> ranks(static_cast<std::size_t>(setting.world), Outcome(setting.world));
@@ -182,6 +200,7 @@ inline void expect_equal(const ModelSpec& spec, const Plain& plain, const Loop& 
                          Stage last = Stage::parameters) {
   for (const Setting& reference : references()) {
     const Outcome expected = plain(reference);
+    ASSERT_EQ(not_finite(expected), "");  // or equal bits would say little
     for (const Setting& setting : variants(reference, spec, last)) {
       SCOPED_TRACE(setting.text());
       const Outcome got = run(setting, loop);
