@@ -115,17 +115,18 @@ StepReport Core::step(const StepOptions& options) {
   guarded([&] { cursor_->begin_step(); });  // before the vote nothing has changed
 
   const Vote& vote = plane_->vote();
-  report.non_finite = vote.non_finite;
+  report.non_finite = vote.squares.non_finite;
   report.touched_units =
       static_cast<std::int32_t>(std::count(vote.touched.begin(), vote.touched.end(), 1));
   const kernels::Clip clip =
-      kernels::clip(vote.sum, scale, blueprint_.options.loss_scale, options.clip_norm);
+      kernels::clip(vote.squares.sum, scale, blueprint_.options.loss_scale, options.clip_norm);
   report.norm = clip.norm;
-  report.skipped = vote.non_finite != 0;
+  report.skipped = vote.squares.non_finite != 0;
   if (report.skipped) {
-    report.first = NonFinite{UnitId{vote.first_unit},
-                             blueprint_.layout->parameter_at(vote.first_unit, vote.first_index),
-                             vote.first_element};
+    report.first = NonFinite{
+        UnitId{vote.squares.first_unit},
+        blueprint_.layout->parameter_at(vote.squares.first_unit, vote.squares.first_index),
+        vote.squares.first_element};
   } else {
     report.factor = static_cast<double>(clip.factor);
     update_all(options, clip.factor);

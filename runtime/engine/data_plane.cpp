@@ -4,7 +4,6 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
-#include <tuple>
 
 #include "runtime/kernels/kernels.hpp"
 #include "zshard/error.hpp"
@@ -14,12 +13,8 @@ namespace {
 
 // What the vote exchanges, followed by one bit a unit.
 struct Ballot {
-  double sum;
-  std::int64_t non_finite;
-  std::int64_t first_element;
-  std::int32_t first_unit;
-  std::int32_t first_index;
-  std::uint64_t arguments;
+  RankSquares squares;
+  std::uint64_t arguments = 0;
 };
 
 class Timer {
@@ -334,36 +329,10 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s) {
 
 void DataPlane::issue_vote(const Signature& signature, std::span<const char> touched,
                            std::uint64_t arguments) {
-  Ballot ballot{0.0, 0, -1, -1, -1, arguments};
-  double* blocks = storage_.square_blocks();
-  for (std::size_t u = 0; u < layout_.units().size(); ++u) {
-    const shard::UnitLayout& unit = layout_.units()[u];
-    double of_unit = 0.0;
-    std::int32_t index = 0;
-    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
-      const shard::Segment& seg = unit.segments[s];
-      for (const shard::Placed& p : seg.placed) {
-        const std::int32_t mine = index++;
-        const shard::Range own = seg.owned(p, rank_);
-        if (!seg.trained() || own.empty()) continue;
-        const float* values =
-            storage_.accumulator(rank_, static_cast<int>(u), static_cast<int>(s)) + own.lo -
-            rank_ * seg.shard;
-        const kernels::Squares squares = kernels::block_squares(values, own.count(), blocks);
-        const std::int64_t count =
-            (own.count() + kernels::kSquareBlock - 1) / kernels::kSquareBlock;
-        for (std::int64_t b = 0; b < count; ++b) of_unit += blocks[b];
-        blocks += count;
-        ballot.non_finite += squares.non_finite;
-        if (squares.non_finite != 0 && ballot.first_unit < 0) {
-          ballot.first_unit = static_cast<std::int32_t>(u);
-          ballot.first_index = mine;
-          ballot.first_element = own.lo + squares.first - p.start;
-        }
-      }
-    }
-    ballot.sum += of_unit;
-  }
+  const Ballot ballot{
+      rank_squares(layout_, rank_, storage_.square_blocks(),
+                   [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); }),
+      arguments};
   std::memset(ballot_.data(), 0, ballot_.size());
   std::memcpy(ballot_.data(), &ballot, sizeof ballot);
   for (std::size_t u = 0; u < touched.size(); ++u) {
@@ -376,10 +345,7 @@ void DataPlane::issue_vote(const Signature& signature, std::span<const char> tou
 void DataPlane::exchange_votes(const Work& work) {
   std::memcpy(endpoint_.bytes(rank_), ballot_.data(), ballot_.size());
   endpoint_.meet(comm::Lane::reduce, work.sequence, 0);
-  vote_.sum = 0.0;
-  vote_.non_finite = 0;
-  vote_.first_unit = vote_.first_index = -1;
-  vote_.first_element = -1;
+  vote_.squares = {};
   std::fill(vote_.touched.begin(), vote_.touched.end(), char{0});
   int different = -1;
   std::uint64_t arguments = 0;
@@ -388,19 +354,7 @@ void DataPlane::exchange_votes(const Work& work) {
     std::memcpy(&ballot, endpoint_.bytes(r), sizeof ballot);
     if (r == 0) arguments = ballot.arguments;
     if (ballot.arguments != arguments && different < 0) different = r;
-    vote_.sum += ballot.sum;
-    vote_.non_finite += ballot.non_finite;
-    const auto place = [](std::int32_t u, std::int32_t i, std::int64_t e) {
-      return std::tuple(u, i, e);
-    };
-    if (ballot.non_finite != 0 &&
-        (vote_.first_unit < 0 ||
-         place(ballot.first_unit, ballot.first_index, ballot.first_element) <
-             place(vote_.first_unit, vote_.first_index, vote_.first_element))) {
-      vote_.first_unit = ballot.first_unit;
-      vote_.first_index = ballot.first_index;
-      vote_.first_element = ballot.first_element;
-    }
+    combine(vote_.squares, ballot.squares);
     const std::byte* bits = endpoint_.bytes(r) + sizeof ballot;
     for (std::size_t u = 0; u < vote_.touched.size(); ++u) {
       if ((bits[u / 8] & static_cast<std::byte>(1U << (u % 8))) != std::byte{0})

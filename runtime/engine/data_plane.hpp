@@ -13,16 +13,13 @@
 #include "runtime/device/stream.hpp"
 #include "runtime/engine/cursor.hpp"
 #include "runtime/engine/storage.hpp"
+#include "runtime/engine/vote.hpp"
 
 namespace zshard::engine {
 
 /// What all ranks learn from the vote.
 struct Vote {
-  double sum = 0.0;  // of squares
-  std::int64_t non_finite = 0;
-  std::int32_t first_unit = -1;
-  std::int32_t first_index = -1;  // parameter in layout order
-  std::int64_t first_element = -1;
+  RankSquares squares;        // over all ranks
   std::vector<char> touched;  // one flag a unit: some rank used it
 };
 
