@@ -80,7 +80,8 @@ model=(--layers 4 --heads 4 --width 128 --context 64 --batch 12 --seed 1
 common=(--data "${data[@]}" --ranks 2 --steps "$steps" --digest "${model[@]}")
 
 say "Training at stage 3 on two ranks, optimizer state in the host tier ($steps steps)"
-"$gpt" "${common[@]}" --stage 3 --optimizer-tier host --log "$out/stage3.jsonl" |
+"$gpt" "${common[@]}" --stage 3 --optimizer-tier host --gather-budget 2MiB \
+  --log "$out/stage3.jsonl" |
   tee "$out/stage3.txt"
 
 say "Training the same at stage 0, nothing partitioned and nothing offloaded, to compare"

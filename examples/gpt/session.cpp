@@ -19,6 +19,8 @@
 namespace gpt {
 namespace {
 
+constexpr double kMiB = 1024.0 * 1024.0;
+
 // Memory that this machine, or the container that the program runs in, can still give.
 double available_bytes() {
   double bytes = std::numeric_limits<double>::infinity();
@@ -36,18 +38,22 @@ double available_bytes() {
   return bytes;
 }
 
+// Bytes of the loop itself on a rank: activations, and the fp32 copies of a unit in another dtype.
+double rank_bytes(const Config& config, std::int64_t rows) {
+  const bool copies = config.dtype != zshard::DType::f32;
+  const std::int64_t unit = largest_unit_bytes(unit_list(config.shape));
+  return Model::bytes(config.shape, rows) + (copies ? 2.0 * static_cast<double>(unit) : 0.0);
+}
+
 }  // namespace
 
 void check_memory(const Config& config, const Dataset& data, int local_ranks, int world) {
-  constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
+  constexpr double kGiB = 1024.0 * kMiB;
   const GptSpec spec = make_spec(config);
   const zshard::MemoryPlan plan =
       plan_memory(spec.model, make_optimizer(config), world, config.engine);
   const double engine = static_cast<double>(plan.memory_bytes());
-  double model = Model::bytes(config.shape, Trainer::largest_batch(config, data, world));
-  if (config.dtype != zshard::DType::f32) {
-    model += 2.0 * static_cast<double>(largest_unit_bytes(spec.units));
-  }
+  const double model = rank_bytes(config, Trainer::largest_batch(config, data, world));
   const double needed = local_ranks * (engine + model);
   const double available = available_bytes();
   if (needed <= available) return;
@@ -73,6 +79,8 @@ void run_session(const Config& config, const Dataset& data, const zshard::Proces
                data.training().size(), data.validation().size(), config.rows_per_step(),
                config.shape.context);
     fmt::print("{}\n{}\n", memory, stage_table(config, group.size()));
+    const double own = rank_bytes(config, Trainer::largest_batch(config, data, group.size()));
+    fmt::print("the loop's own activations, outside zshard: {:.1f} MiB a rank\n\n", own / kMiB);
     std::fflush(stdout);
   }
 

@@ -430,6 +430,33 @@ TEST(Cursor, RecomputationInsideBackwardCostsNothing) {
   EXPECT_EQ(cursor.touched()[2], 0);
 }
 
+TEST(Cursor, DeclaredUnitsArePassedOnlyWhereNothingIsInTheWay) {
+  Rig rig(three_units(), {.budget = 2048, .look_ahead = 0});  // the largest unit alone fits
+  engine::Cursor& cursor = rig.cursor;
+  cursor.micro_steps(1);
+  cursor.next_micro_step();
+  cursor.acquire(UnitId{0}, kForward);
+  ASSERT_EQ(rig.sink.collectives.size(), 1u);
+  cursor.skip(UnitId{1});  // its gather would overwrite what is held
+  EXPECT_EQ(rig.sink.collectives.size(), 1u);
+  cursor.release(UnitId{0}, kForward);
+  ASSERT_EQ(rig.sink.collectives.size(), 2u);
+  EXPECT_TRUE(rig.sink.collectives[1].starts_with("1 gather b for=1"));
+
+  Rig behind(three_units(), {.look_ahead = 0});  // everything stays
+  behind.cursor.micro_steps(1);
+  behind.cursor.next_micro_step();
+  behind.cursor.acquire(UnitId{1}, kForward);
+  behind.cursor.release(UnitId{1}, kForward);
+  behind.cursor.acquire(UnitId{0}, kForward);  // served behind the cursor
+  const std::size_t issued = behind.sink.collectives.size();
+  behind.cursor.skip(UnitId{2});
+  EXPECT_EQ(behind.sink.collectives.size(), issued);
+  behind.cursor.release(UnitId{0}, kForward);
+  behind.cursor.acquire(UnitId{1}, kBackward);
+  EXPECT_GT(behind.sink.collectives.size(), issued);
+}
+
 TEST(Cursor, AddressesAreThePlans) {
   Rig rig(three_units(), {});  // everything fits, so everything is served behind the cursor
   engine::Cursor& cursor = rig.cursor;

@@ -104,6 +104,55 @@ void collect(Engine& engine, const std::vector<Place>& places, Tensors& out) {
   }
 }
 
+/// The reference's own backward, against its forward: along the gradient g the loss changes by |g|^2.
+TEST(LlmC, TheBackwardPassIsTheDerivativeOfTheForwardPass) {
+  Tensors values, gradients;
+  Gpt model;
+  for (const Field& f : fields()) {
+    Tensor& value = values[f.name];
+    for (std::int64_t i = 0; i < f.layers * f.size(); ++i) value.push_back(initial(f.name, i));
+    gradients[f.name].resize(value.size());
+    model.grads.*f.member = gradients[f.name].data();
+  }
+  const Tokens tokens = tokens_of(0, 0, 0);
+  const auto loss_at = [&](float distance) {
+    Tensors moved = values;
+    for (const Field& f : fields()) {
+      for (std::size_t i = 0; i < moved[f.name].size(); ++i)
+        moved[f.name][i] += distance * gradients[f.name][i];
+      model.params.*f.member = moved[f.name].data();
+    }
+    model.embed_forward(tokens);
+    model.first_norm_forward();
+    for (int l = 0; l < kLayers; ++l) {
+      model.block_forward(l);
+      model.fused_norm_forward(l, model.params.fcprojb + l * kWidth);
+    }
+    return static_cast<double>(model.head_forward(tokens));
+  };
+  loss_at(0.0f);
+  for (const Field& f : fields()) model.params.*f.member = values[f.name].data();
+  model.head_backward(GradientMode::accumulate);
+  model.final_norm_backward(GradientMode::accumulate);
+  for (int l = kLayers; l-- > 0;) {
+    model.block_backward(l, GradientMode::accumulate);
+    model.first_norm_backward(l, GradientMode::accumulate);
+  }
+  model.embed_backward(tokens);
+  for (const Field& f : fields()) {  // one tensor at a time: a wrong small one must show
+    const Tensors all = gradients;
+    double square = 0.0;
+    for (const float g : all.at(f.name)) square += static_cast<double>(g) * g;
+    for (auto& [name, g] : gradients) {
+      if (name != f.name) std::fill(g.begin(), g.end(), 0.0f);
+    }
+    const auto h = static_cast<float>(0.02 / std::sqrt(square));
+    const double slope = (loss_at(h) - loss_at(-h)) / (2.0 * static_cast<double>(h));
+    EXPECT_NEAR(slope / square, 1.0, 0.02) << f.name;
+    gradients = all;
+  }
+}
+
 // -- hold 2: layer l and the LayerNorm of layer l + 1 are gathered at once
 // -----------------------
 

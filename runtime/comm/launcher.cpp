@@ -1,0 +1,108 @@
+#include "runtime/comm/launcher.hpp"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "zshard/error.hpp"
+#include "zshard/options.hpp"
+
+namespace zshard::comm {
+namespace {
+
+constexpr int kMostRanks = 1024;
+
+struct Family {
+  const char* launcher;
+  const char* rank;
+  const char* world;
+  const char* local_world;  // must equal the world where it is set: one machine
+  const char* job;          // names the job; null: the parent process, which is the launcher's
+};
+
+// A world of 1 in a parent's environment must not hide another launcher's, so each family has both
+// names.
+constexpr Family kFamilies[] = {
+    {"torchrun-style variables", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"},
+    {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"},
+    {"mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", nullptr},
+    {"srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", nullptr, "SLURM_JOB_ID"},
+};
+
+const char* value_of(const char* name) {
+  const char* text = name == nullptr ? nullptr : std::getenv(name);
+  return text != nullptr && *text != '\0' ? text : nullptr;
+}
+
+int number(const char* name, int low, int high) {
+  const char* text = value_of(name);
+  if (text == nullptr)
+    throw UsageError(std::string(name) + " is not set, but its launcher's other variables are");
+  int value = 0;
+  const char* end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || stop != end || value < low || value > high) {
+    throw UsageError(std::string(name) + "=" + text + ": must be a whole number from " +
+                     std::to_string(low) + " to " + std::to_string(high));
+  }
+  return value;
+}
+
+}  // namespace
+
+std::optional<Placement> placement_from_environment() {
+  for (const Family& family : kFamilies) {
+    const bool slurm = std::string_view(family.rank) == "SLURM_PROCID";
+    // A batch script of Slurm has SLURM_PROCID too; only a step has a number of tasks.
+    if (value_of(family.world) == nullptr && (slurm || value_of(family.rank) == nullptr)) continue;
+    Placement place;
+    place.launcher = family.launcher;
+    place.world = number(family.world, 1, kMostRanks);
+    place.rank = number(family.rank, 0, kMostRanks - 1);
+    if (place.rank >= place.world) {
+      throw UsageError(std::string(family.rank) + "=" + std::to_string(place.rank) +
+                       " is not below " + family.world + "=" + std::to_string(place.world));
+    }
+    if (value_of(family.local_world) != nullptr) {
+      const int local = number(family.local_world, 1, kMostRanks);
+      if (local != place.world) {
+        throw UsageError(std::string(family.local_world) + "=" + std::to_string(local) + " but " +
+                         family.world + "=" + std::to_string(place.world) +
+                         ": ranks on several machines are not served by this version");
+      }
+    }
+    if (slurm && value_of("SLURM_STEP_NUM_NODES") != nullptr &&
+        number("SLURM_STEP_NUM_NODES", 1, 1 << 20) > 1) {
+      throw UsageError(
+          "SLURM_STEP_NUM_NODES > 1: ranks on several machines are not served by this version");
+    }
+    if (family.job != nullptr) {
+      const char* job = value_of(family.job);
+      if (job == nullptr && place.world > 1) {
+        throw UsageError(std::string(family.job) +
+                         " is not set; it tells jobs on one machine apart");
+      }
+      place.job = job == nullptr ? "" : job;
+      if (slurm && value_of("SLURM_STEP_ID") != nullptr)
+        place.job += std::string(".") + value_of("SLURM_STEP_ID");
+    } else {
+      place.job = "parent." + std::to_string(getppid());
+    }
+    return place;
+  }
+  return std::nullopt;
+}
+
+double deadline_from_environment() {
+  EngineOptions options;
+  if (const char* text = value_of("ZSHARD_DEADLINE_SECONDS"))
+    set_option(options, "deadline_seconds", text);
+  return options.deadline_seconds;
+}
+
+}  // namespace zshard::comm
