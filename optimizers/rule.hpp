@@ -58,6 +58,8 @@ class Rule {
   [[nodiscard]] virtual std::span<const StateSlot> slots() const = 0;
   /// The hyper-parameters that the user gave the optimizer: the most general level.
   [[nodiscard]] virtual Resolved defaults() const = 0;
+  /// What decides the bits beside name and hyper-parameters, as text that ranks compare; "" none.
+  [[nodiscard]] virtual std::string variant() const { return {}; }
   /// step counts from 1.
   [[nodiscard]] virtual Constants constants(const Resolved& hyper, std::int64_t step) const = 0;
   [[nodiscard]] virtual std::span<const Pass> passes() const = 0;

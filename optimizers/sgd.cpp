@@ -67,6 +67,7 @@ class SgdRule final : public Rule {
   explicit SgdRule(const SGD& config) : config_(config) { validate(defaults()); }
 
   [[nodiscard]] std::string name() const override { return "SGD"; }
+  [[nodiscard]] std::string variant() const override { return config_.nesterov ? "nesterov" : ""; }
   [[nodiscard]] std::span<const StateSlot> slots() const override {
     return has_buffer() ? std::span<const StateSlot>(kSlots) : std::span<const StateSlot>();
   }

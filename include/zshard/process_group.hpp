@@ -27,7 +27,11 @@ struct MeshAxis {
 /// a CommError that names it.
 class ProcessGroup {
  public:
-  /// The group that the launcher's environment describes; without a launcher a group of one rank.
+  /// The group that the launcher's environment describes: processes of one machine started by
+  /// torchrun (RANK, WORLD_SIZE, MASTER_PORT), mpirun, mpiexec or srun. Collective: returns when
+  /// all have come. Without a launcher, or in a world of 1, a group of one rank. UsageError for
+  /// variables that make no sense, CommError for ranks that do not come within
+  /// ZSHARD_DEADLINE_SECONDS (600).
   static ProcessGroup from_environment();
   /// A group of one rank.
   static ProcessGroup single();

@@ -1,6 +1,6 @@
 // The meeting place of the ranks' queues: counters, signatures and small payloads in memory that
-// all ranks see. Holds plain words only, so that it may lie in memory shared by processes. What the
-// words mean is in endpoint.hpp.
+// all ranks see. Plain words only; zero-filled memory is a valid start. What the words mean is in
+// endpoint.hpp.
 #pragma once
 
 #include <array>
@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "runtime/base/futex.hpp"
+#include "runtime/memory/arena.hpp"
 
 namespace zshard::comm {
 
@@ -22,13 +22,10 @@ inline constexpr int kLanes = 2;
 /// What all ranks must agree on about one collective, packed by the engine; compared word by word.
 using PackedSignature = std::array<std::uint64_t, 4>;
 
+/// One rank's view; every rank has one of its own over the same memory.
 class Board {
  public:
-  /// signatures: how many a rank may be ahead of the slowest; payload_bytes: a rank's share of a
-  /// byte all-gather.
-  Board(int world, std::uint64_t signatures, std::size_t payload_bytes);
-
-  struct Meeting {
+  struct alignas(64) Meeting {
     base::Counter arrived;
     base::Counter done;
   };
@@ -50,32 +47,46 @@ class Board {
     std::atomic<std::uint32_t> left{0};       // the rank's engine is gone
   };
 
-  [[nodiscard]] int world() const { return static_cast<int>(ranks_.size()); }
-  [[nodiscard]] Meeting& meeting(Lane lane) { return meetings_[static_cast<std::size_t>(lane)]; }
-  [[nodiscard]] RankWords& rank(int r) { return ranks_[static_cast<std::size_t>(r)]; }
+  /// signatures: how many a rank may be ahead of the slowest; payload_bytes: a rank's share of a
+  /// byte all-gather. memory: bytes(...) of it; kept as long as the board.
+  Board(std::shared_ptr<memory::Arena> memory, int world, std::uint64_t signatures,
+        std::size_t payload_bytes);
+  static std::size_t bytes(int world, std::uint64_t signatures, std::size_t payload_bytes);
+
+  [[nodiscard]] int world() const { return world_; }
+  [[nodiscard]] Meeting& meeting(Lane lane) {
+    return header_->meetings[static_cast<std::size_t>(lane)];
+  }
+  [[nodiscard]] RankWords& rank(int r) { return ranks_[r]; }
   [[nodiscard]] Signature& signature(int r, std::uint64_t sequence) {
     return signatures_[static_cast<std::size_t>(r) * capacity_ + sequence % capacity_];
   }
   [[nodiscard]] std::uint64_t capacity() const { return capacity_; }
   [[nodiscard]] std::byte* payload(int r) {
-    return payloads_.data() + static_cast<std::size_t>(r) * payload_bytes_;
+    return payloads_ + static_cast<std::size_t>(r) * payload_bytes_;
   }
   [[nodiscard]] std::size_t payload_bytes() const { return payload_bytes_; }
 
   /// The first failure wins; later ones are dropped. Wakes every waiter.
   void fail(const std::string& message);
-  [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire) == 2; }
+  [[nodiscard]] bool failed() const { return header_->failed.load(std::memory_order_acquire) == 2; }
   [[nodiscard]] std::string failure() const;  // "" while nothing failed
 
  private:
-  std::array<Meeting, kLanes> meetings_;
-  std::vector<RankWords> ranks_;
-  std::vector<Signature> signatures_;
-  std::vector<std::byte> payloads_;
+  struct alignas(64) Header {
+    std::array<Meeting, kLanes> meetings;
+    std::atomic<std::uint32_t> failed{0};  // 0 fine, 1 being written, 2 readable
+    std::array<char, 2048> message{};
+  };
+
+  std::shared_ptr<memory::Arena> memory_;
+  int world_;
   std::uint64_t capacity_;
   std::size_t payload_bytes_;
-  std::atomic<std::uint32_t> failed_{0};  // 0 fine, 1 being written, 2 readable
-  std::array<char, 2048> message_{};
+  Header* header_;
+  RankWords* ranks_;
+  Signature* signatures_;
+  std::byte* payloads_;
 };
 
 }  // namespace zshard::comm

@@ -53,20 +53,22 @@ class Group {
   virtual void exchange(const ControlSignature& signature, const void* mine, void* all) = 0;
   /// data of signature.root on every rank.
   virtual void broadcast(const ControlSignature& signature, void* data) = 0;
-  /// Collective: every rank's arena, in rank order, as this rank can address it. Peers stay mapped
-  /// while held.
+  /// Memory that share() can show to peers. Not collective. Throws OutOfMemory.
+  virtual std::shared_ptr<memory::Arena> make_arena(std::int64_t bytes) = 0;
+  /// Collective: every rank's arena of make_arena, in rank order, as this rank can address it.
+  /// Peers' memory stays mapped while held.
   virtual std::vector<std::shared_ptr<memory::Arena>> share(
       std::shared_ptr<memory::Arena> mine) = 0;
-  /// Collective: one board for all ranks.
-  virtual std::shared_ptr<Board> make_board(std::uint64_t signatures,
-                                            std::size_t payload_bytes) = 0;
   /// Why rank r will make no further call; nullopt while it may.
   [[nodiscard]] virtual std::optional<std::string> gone(int r) const = 0;
   /// This rank is on its way out by an exception. Called before peers can notice it, so that the
   /// cause can be told from what it causes.
   virtual void fails() noexcept {}
-  /// Ranks of this group that share this process' memory and cores.
+  /// Ranks of this group on this machine: they share its memory and cores.
   [[nodiscard]] virtual int ranks_here() const = 0;
+
+  /// Collective: one board for all ranks, in memory of rank 0.
+  std::shared_ptr<Board> make_board(std::uint64_t signatures, std::size_t payload_bytes);
 };
 
 /// A group of one rank, in this thread.

@@ -2,13 +2,14 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include "runtime/comm/group.hpp"
+#include "runtime/comm/launcher.hpp"
+#include "runtime/comm/machine_group.hpp"
 #include "runtime/comm/thread_group.hpp"
 #include "zshard/error.hpp"
 
@@ -17,10 +18,6 @@ namespace {
 
 using comm::ControlSignature;
 using comm::Operation;
-
-// Every launcher's name for the number of ranks.
-constexpr const char* kWorldVariables[] = {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
-                                           "SLURM_NTASKS"};
 
 }  // namespace
 
@@ -32,15 +29,10 @@ ProcessGroup ProcessGroup::single() {
 }
 
 ProcessGroup ProcessGroup::from_environment() {
-  for (const char* name : kWorldVariables) {
-    const char* text = std::getenv(name);
-    if (text == nullptr || std::string(text) == "1") continue;
-    // Training alone in each of several processes would look like a success.
-    throw UsageError(std::string(name) + "=" + text +
-                     ": ranks as processes are not served by this version; start one process and "
-                     "use run_ranks(n, fn), or unset the variable");
-  }
-  return single();
+  const std::optional<comm::Placement> place = comm::placement_from_environment();
+  if (!place || place->world == 1) return single();
+  return ProcessGroup(
+      std::make_shared<comm::MachineGroup>(*place, comm::deadline_from_environment()));
 }
 
 int ProcessGroup::rank() const {

@@ -1,10 +1,11 @@
-// Ranks as threads of one process.
+// Ranks as threads of one process: they see each other's memory as it is.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "runtime/comm/control.hpp"
 #include "runtime/comm/group.hpp"
 
 namespace zshard::comm {
@@ -22,11 +23,10 @@ class ThreadGroup final : public Group {
   double deadline_seconds() const override;
   void exchange(const ControlSignature& signature, const void* mine, void* all) override;
   void broadcast(const ControlSignature& signature, void* data) override;
+  std::shared_ptr<memory::Arena> make_arena(std::int64_t bytes) override;
   std::vector<std::shared_ptr<memory::Arena>> share(std::shared_ptr<memory::Arena> mine) override;
-  std::shared_ptr<Board> make_board(std::uint64_t signatures, std::size_t payload_bytes) override;
   std::optional<std::string> gone(int r) const override;
   int ranks_here() const override { return size(); }
-
   void fails() noexcept override;
 
   void leave(const std::string& reason);
@@ -35,15 +35,9 @@ class ThreadGroup final : public Group {
   [[nodiscard]] std::int64_t failing_since() const;
 
  private:
-  std::vector<std::shared_ptr<void>> share_objects(const ControlSignature& signature,
-                                                   std::shared_ptr<void> mine);
-  template <class Move>
-  void meet(const ControlSignature& signature, const void* mine, std::shared_ptr<void> object,
-            Move&& move);
-
   std::shared_ptr<ThreadWorld> world_;
   int rank_;
-  std::uint32_t calls_ = 0;
+  Control control_;
 };
 
 std::shared_ptr<ThreadWorld> make_thread_world(int size, double deadline_seconds);

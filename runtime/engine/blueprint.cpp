@@ -111,7 +111,8 @@ std::string Blueprint::identity() const {
             " beta2=" + exact(h.beta2) + " eps=" + exact(h.eps) + " momentum=" + exact(h.momentum) +
             "\n";
   };
-  hyper(rule.name(), rule.defaults());
+  const std::string variant = rule.variant();
+  hyper(rule.name() + (variant.empty() ? "" : " " + variant), rule.defaults());
   for (const GroupSpec& group : spec.groups()) {
     hyper("of group " + group.name, optimizers::merged(rule.defaults(), group.hyper));
   }
@@ -120,10 +121,17 @@ std::string Blueprint::identity() const {
 
 namespace {
 
-struct Change {
+/// What to set to come from one to the other, in the words of the options table.
+std::string difference(const EngineOptions& from, const EngineOptions& to) {
   std::string text;
-  EngineOptions options;
-};
+  for (const OptionInfo& option : option_table()) {
+    const std::string value = get_option(to, option.name);
+    if (value == get_option(from, option.name)) continue;
+    text += (text.empty() ? "" : ", ") + option.name + " = " + (value.empty() ? "unset" : value);
+    if (option.help.find("Changes bits") != std::string::npos) text += " (changes bits)";
+  }
+  return text;
+}
 
 bool fits(const MemoryPlan& plan, const EngineOptions& options) {
   return (!options.device_budget || plan.arena_bytes(Tier::device) <= *options.device_budget) &&
@@ -132,80 +140,70 @@ bool fits(const MemoryPlan& plan, const EngineOptions& options) {
 
 /// Changes in order of what they cost per step: nothing, then memory traffic, then traffic between
 /// ranks.
-std::vector<Change> changes(const Blueprint& b, int world) {
-  std::vector<Change> all;
-  const auto add = [&](const std::string& text, const EngineOptions& from, auto&& edit) {
-    EngineOptions options = from;
-    edit(options);
-    all.push_back({text, options});
-  };
+std::vector<EngineOptions> changes(const Blueprint& b, int world) {
+  std::vector<EngineOptions> all;
   const EngineOptions& now = b.options;
-  const bool local = now.accumulation == Accumulation::local;
+  const auto add = [&](EngineOptions options, auto&& edit) {
+    edit(options);
+    all.push_back(options);
+  };
+  const auto plain = [](EngineOptions&) {};
   const auto host = [](EngineOptions& o) { o.offload.optimizer = Tier::host; };
   const auto host_all = [](EngineOptions& o) {
     o.offload.optimizer = Tier::host;
     o.offload.gradients = Tier::host;
   };
-  add("wire = unset", now, [](EngineOptions& o) { o.wire.reset(); });
-  add("behind = 0", now, [](EngineOptions& o) { o.behind = 0; });
-  if (local)
-    add("accumulation = reduced (changes bits)", now,
-        [](EngineOptions& o) { o.accumulation = Accumulation::reduced; });
-  add("offload.optimizer = host", now, host);
-  add("offload.optimizer = host and offload.gradients = host", now, host_all);
-  for (int stage = static_cast<int>(now.stage); stage <= 3; ++stage) {
-    const auto at = [stage](EngineOptions& o) { o.stage = static_cast<Stage>(stage); };
-    const std::string name = "stage = " + std::to_string(stage);
+  add(now, [](EngineOptions& o) { o.behind = 0; });
+  add(now, [](EngineOptions& o) { o.wire.reset(); });
+  add(now, [](EngineOptions& o) { o.accumulation = Accumulation::reduced; });
+  add(now, host);
+  add(now, host_all);
+  for (int stage = static_cast<int>(now.stage) + 1; stage <= 3; ++stage) {
     EngineOptions base = now;
-    at(base);
-    if (stage > static_cast<int>(now.stage)) {
-      add(name, base, [](EngineOptions&) {});
-      add(name + ", offload.optimizer = host", base, host);
-      add(name + ", offload.optimizer = host and offload.gradients = host", base, host_all);
-    }
-    if (stage == 3) {
-      const std::int64_t low = minimum_gather_budget(b.spec, world);
-      const std::string budget = name + ", gather_budget = " + std::to_string(low);
-      base.gather_budget = low;
-      base.behind = 0;
-      base.wire.reset();
-      base.accumulation = Accumulation::reduced;
-      add(budget, base, [](EngineOptions&) {});
-      add(budget + ", offload.optimizer = host", base, host);
-      add(budget + ", offload.optimizer = host and offload.gradients = host", base, host_all);
-      add(budget + ", everything but the slots in host", base, [&](EngineOptions& o) {
-        host_all(o);
-        o.offload.parameters = Tier::host;
-      });
-    }
+    base.stage = static_cast<Stage>(stage);
+    add(base, plain);
+    add(base, host);
+    add(base, host_all);
   }
+  EngineOptions least = now;
+  least.stage = Stage::parameters;
+  least.gather_budget = minimum_gather_budget(b.spec, world);
+  add(least, plain);
+  least.behind = 0;
+  least.wire.reset();
+  least.accumulation = Accumulation::reduced;
+  add(least, plain);
+  add(least, host);
+  add(least, host_all);
+  add(least, [&](EngineOptions& o) {
+    host_all(o);
+    o.offload.parameters = Tier::host;
+  });
   return all;
 }
 
 std::string advice(const Blueprint& b, int world) {
-  for (const Change& change : changes(b, world)) {
+  const auto works = [&](int ranks, const EngineOptions& options) {
     try {
-      if (fits(plan_memory(b.spec, b.optimizer, world, change.options), change.options)) {
-        return "The cheapest change that fits: " + change.text + ".";
-      }
+      return fits(plan_memory(b.spec, b.optimizer, ranks, options), options);
     } catch (const UsageError&) {
-      continue;
+      return false;
     }
+  };
+  const std::vector<EngineOptions> all = changes(b, world);
+  for (const EngineOptions& options : all) {
+    if (!works(world, options)) continue;
+    return "The cheapest change that fits: " + difference(b.options, options) + ".";
   }
-  const std::vector<Change> all = changes(b, world);
   for (int more = world; more <= 4096 / 2;) {
     more *= 2;
-    for (const Change& change : all) {
-      EngineOptions options = change.options;
+    for (EngineOptions options : all) {
       if (options.gather_budget) options.gather_budget = minimum_gather_budget(b.spec, more);
-      try {
-        if (fits(plan_memory(b.spec, b.optimizer, more, options), options)) {
-          return "No change of options fits on " + std::to_string(world) + " ranks; " +
-                 std::to_string(more) + " ranks with " + change.text + " would.";
-        }
-      } catch (const UsageError&) {
-        continue;
-      }
+      if (!works(more, options)) continue;
+      const std::string change = difference(b.options, options);
+      return "No change of options fits on " + std::to_string(world) + " ranks; " +
+             std::to_string(more) + " ranks " +
+             (change.empty() ? "with the same options" : "with " + change) + " would.";
     }
   }
   return "No change of options or number of ranks fits: the largest unit, its gradients and the "

@@ -89,7 +89,7 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
   });
   agree(status, text, own);
   text.clear();
-  attempt([&] { storage_ = std::make_unique<Storage>(blueprint_, rank_); });
+  attempt([&] { storage_ = std::make_unique<Storage>(blueprint_, *group_); });
   agree(status, text, own);
   construct(group);
 }
@@ -334,6 +334,12 @@ void Core::commit(UnitId unit) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
+  if (cursor_->held(unit) && cursor_->held_backward(unit) < 0) {
+    throw UsageError("commit() of unit " +
+                     blueprint_.spec.units()[static_cast<std::size_t>(unit.value)].name +
+                     ", whose backward pass is not held" + where() +
+                     "; commit between acquire and release of its backward pass");
+  }
   guarded([&] { cursor_->commit(unit); });
 }
 

@@ -106,7 +106,9 @@ DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::E
   }
 }
 
-DataPlane::~DataPlane() = default;
+DataPlane::~DataPlane() {
+  stop();  // the queues' threads use the other members until they have ended
+}
 
 void DataPlane::append(Queue queue, const Signature& signature, const Work& work,
                        std::int64_t bytes) {

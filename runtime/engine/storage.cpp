@@ -20,8 +20,8 @@ constexpr Category kShared[] = {Category::parameters,
 
 }  // namespace
 
-Storage::Storage(const Blueprint& blueprint, int rank)
-    : blueprint_(blueprint), rank_(rank), world_(blueprint.layout->world()) {
+Storage::Storage(const Blueprint& blueprint, comm::Group& group)
+    : blueprint_(blueprint), rank_(group.rank()), world_(blueprint.layout->world()) {
   for (int c = 0; c < kCategories; ++c) {
     const auto category = static_cast<Category>(c);
     for (int t = 0; t < kTiers; ++t) {
@@ -29,13 +29,27 @@ Storage::Storage(const Blueprint& blueprint, int rank)
         tiers_[static_cast<std::size_t>(c)] = static_cast<Tier>(t);
       }
     }
+    bases_[static_cast<std::size_t>(c)].assign(static_cast<std::size_t>(world_), nullptr);
   }
   place();
+  std::int64_t shared = 0;
+  for (const Category category : kShared) {
+    slice_[static_cast<std::size_t>(category)] = shared;
+    shared += memory::round_to_arena(taken_[static_cast<std::size_t>(category)]);
+  }
+  shared_ = group.make_arena(shared);
+  for (const Category category : kShared) {
+    const auto c = static_cast<std::size_t>(category);
+    if (taken_[c] != 0) bases_[c][static_cast<std::size_t>(rank_)] = shared_->data() + slice_[c];
+  }
   for (int c = 0; c < kCategories; ++c) {
     const auto at = static_cast<std::size_t>(c);
-    arenas_[at] = memory::Arena::make(blueprint.plan.bytes(static_cast<Category>(c)));
-    bases_[at].assign(static_cast<std::size_t>(world_), nullptr);
-    bases_[at][static_cast<std::size_t>(rank)] = arenas_[at]->data();
+    if (std::find(std::begin(kShared), std::end(kShared), static_cast<Category>(c)) !=
+        std::end(kShared)) {
+      continue;
+    }
+    arenas_[at] = memory::Arena::make(taken_[at]);
+    bases_[at][static_cast<std::size_t>(rank_)] = arenas_[at]->data();
   }
 }
 
@@ -124,6 +138,7 @@ void Storage::place() {
   for (int c = 0; c < kCategories; ++c) {
     verify(static_cast<Category>(c), end[static_cast<std::size_t>(c)]);
   }
+  taken_ = end;
 }
 
 void Storage::verify(Category category, std::int64_t end) const {
@@ -133,10 +148,11 @@ void Storage::verify(Category category, std::int64_t end) const {
 }
 
 void Storage::share(comm::Group& group) {
+  peers_ = group.share(shared_);
   for (const Category category : kShared) {
     const auto c = static_cast<std::size_t>(category);
-    peers_[c] = group.share(arenas_[c]);
-    for (std::size_t r = 0; r < peers_[c].size(); ++r) bases_[c][r] = peers_[c][r]->data();
+    if (taken_[c] == 0) continue;
+    for (std::size_t r = 0; r < peers_.size(); ++r) bases_[c][r] = peers_[r]->data() + slice_[c];
   }
 }
 
@@ -144,14 +160,15 @@ MemoryPlan Storage::ledger() const {
   MemoryPlan ledger;
   for (int c = 0; c < kCategories; ++c) {
     const auto at = static_cast<std::size_t>(c);
-    ledger.add(static_cast<Category>(c), tiers_[at], arenas_[at]->bytes());
+    ledger.add(static_cast<Category>(c), tiers_[at],
+               arenas_[at] ? arenas_[at]->bytes() : taken_[at]);
   }
   return ledger;
 }
 
 std::int64_t Storage::reserved_bytes() const {
-  std::int64_t sum = 0;
-  for (const auto& arena : arenas_) sum += arena->reserved();
+  std::int64_t sum = shared_->reserved();
+  for (const auto& arena : arenas_) sum += arena ? arena->reserved() : 0;
   return sum;
 }
 

@@ -18,7 +18,7 @@ namespace zshard::engine {
 class Storage {
  public:
   /// Allocates; touches nothing of peers. Throws OutOfMemory.
-  Storage(const Blueprint& blueprint, int rank);
+  Storage(const Blueprint& blueprint, comm::Group& group);
   /// Collective: maps the peers' arenas. Their memory stays valid as long as this object lives.
   void share(comm::Group& group);
 
@@ -89,8 +89,13 @@ class Storage {
   std::int64_t gathered_begin_ = 0;
   std::int64_t gathered_bytes_ = 0;
   std::array<Tier, kCategories> tiers_{};
-  std::array<std::shared_ptr<memory::Arena>, kCategories> arenas_;
-  std::array<std::vector<std::shared_ptr<memory::Arena>>, kCategories> peers_;
+  std::array<std::int64_t, kCategories> taken_{};  // bytes really placed
+  // What peers must see is one memory, so that one descriptor a rank is passed; slices of it are
+  // the categories' arenas.
+  std::array<std::int64_t, kCategories> slice_{};
+  std::shared_ptr<memory::Arena> shared_;
+  std::vector<std::shared_ptr<memory::Arena>> peers_;
+  std::array<std::shared_ptr<memory::Arena>, kCategories> arenas_;  // the others
   std::array<std::vector<std::byte*>, kCategories> bases_;
 };
 

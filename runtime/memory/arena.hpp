@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "runtime/base/descriptor.hpp"
+
 namespace zshard::memory {
 
 inline constexpr std::int64_t kArenaRounding = std::int64_t{2} << 20;  // bytes: a huge page
@@ -20,13 +22,20 @@ class Arena {
  public:
   /// Throws OutOfMemory if the system refuses. 0 bytes: no mapping, data() is null.
   static std::shared_ptr<Arena> make(std::int64_t bytes);
+  /// The same in a memfd that other processes can map: sealed against shrinking and growing, its
+  /// pages reserved, so that no access ever faults. bytes > 0. Throws OutOfMemory.
+  static std::shared_ptr<Arena> make_shared(std::int64_t bytes);
+  /// Maps a peer's make_shared arena. Throws OutOfMemory if the system refuses, CommError if the
+  /// descriptor is no such memory.
+  static std::shared_ptr<Arena> map(base::Descriptor descriptor, std::int64_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
   [[nodiscard]] std::byte* data() const { return data_; }
-  [[nodiscard]] std::int64_t bytes() const { return bytes_; }        // asked for
-  [[nodiscard]] std::int64_t reserved() const { return reserved_; }  // rounded up
+  [[nodiscard]] std::int64_t bytes() const { return bytes_; }                       // asked for
+  [[nodiscard]] std::int64_t reserved() const { return reserved_; }                 // rounded up
+  [[nodiscard]] const base::Descriptor& descriptor() const { return descriptor_; }  // make_shared
 
  private:
   Arena(std::byte* data, std::int64_t bytes, std::int64_t reserved)
@@ -34,6 +43,8 @@ class Arena {
   std::byte* data_;
   std::int64_t bytes_;
   std::int64_t reserved_;
+  base::Descriptor descriptor_;
+  bool counted_ = true;  // false: a peer's memory
 };
 
 /// Bytes of all arenas that exist in this process now, rounded: for tests that everything comes

@@ -59,13 +59,12 @@ using Plain = std::function<Outcome(const Setting& setting)>;
 /// Fills every parameter of the spec with initial().
 inline void initialize_all(Engine& engine) {
   for (std::size_t u = 0; u < engine.spec().units().size(); ++u) {
-    engine.initialize(
-        UnitId{static_cast<std::int32_t>(u)}, [](const ParameterRange& range,
-                                                 std::span<float> values) {
-          for (std::int64_t i = 0; i < range.count; ++i) {
-            values[static_cast<std::size_t>(i)] = initial(std::string(range.name), range.first + i);
-          }
-        });
+    engine.initialize(UnitId{static_cast<std::int32_t>(u)}, [](const ParameterRange& range,
+                                                               std::span<float> values) {
+      for (std::int64_t i = 0; i < range.count; ++i) {
+        values[static_cast<std::size_t>(i)] = initial(std::string(range.name), range.first + i);
+      }
+    });
   }
 }
 
@@ -140,12 +139,11 @@ inline std::string not_finite(const Outcome& outcome) {
 /// All ranks of one setting. Throws if the ranks ended with other bits.
 inline Outcome run(const Setting& setting, const Loop& loop) {
   std::vector<Outcome> ranks(static_cast<std::size_t>(setting.world), Outcome(setting.world));
-  run_ranks(
-      setting.world,
-      [&](const ProcessGroup& group) {
-        loop(group, setting, ranks[static_cast<std::size_t>(group.rank())]);
-      },
-      {.deadline_seconds = setting.options.deadline_seconds});
+  run_ranks(setting.world,
+            [&](const ProcessGroup& group) {
+              loop(group, setting, ranks[static_cast<std::size_t>(group.rank())]);
+            },
+            {.deadline_seconds = setting.options.deadline_seconds});
   for (std::size_t r = 1; r < ranks.size(); ++r) {
     ranks[0].losses[r] = ranks[r].losses[r];
     ranks[r].losses = ranks[0].losses;
@@ -166,15 +164,14 @@ inline EngineOptions options_of(Stage stage, GradientMode mode, Accumulation acc
   return options;
 }
 
-
 /// The setting that stands for each reference: what changes bits.
 inline std::vector<Setting> references() {
   std::vector<Setting> settings;
   for (int world = 1; world <= 3; ++world) {
-    for (const auto& [n, how] :
-         {std::pair{1, Accumulation::reduced}, {2, Accumulation::reduced}, {2, Accumulation::local}})
-      settings.push_back(
-          {world, n, options_of(Stage::replicated, GradientMode::accumulate, how)});
+    for (const auto& [n, how] : {std::pair{1, Accumulation::reduced},
+                                 {2, Accumulation::reduced},
+                                 {2, Accumulation::local}})
+      settings.push_back({world, n, options_of(Stage::replicated, GradientMode::accumulate, how)});
   }
   return settings;
 }

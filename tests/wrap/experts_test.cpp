@@ -1,6 +1,7 @@
 // Mixture of experts. Each rank routes its own tokens, so ranks use different experts, some experts
 // get nothing on a rank and one gets nothing anywhere. Every expert is a unit; a rank says with
-// skip() what it will not use, because a collective of its own stands in the middle of a micro-step.
+// skip() what it will not use, because a collective of its own stands in the middle of a
+// micro-step.
 #include <gtest/gtest.h>
 
 #include "tests/wrap/compare.hpp"
@@ -12,17 +13,21 @@ namespace {
 constexpr int kExperts = 5, kRows = 4, kWidth = 6, kInner = 10, kOut = 3;
 
 /// The last expert never gets a token; the one before only in even steps.
-int experts_of(int step) { return step % 2 == 0 ? kExperts - 1 : kExperts - 2; }
+int experts_of(int step) {
+  return step % 2 == 0 ? kExperts - 1 : kExperts - 2;
+}
 
 /// A rank may get no token at all in a micro-step.
-int rows_of(int step, int micro, int rank) { return step == 1 && micro == 0 && rank == 1 ? 0 : kRows; }
+int rows_of(int step, int micro, int rank) {
+  return step == 1 && micro == 0 && rank == 1 ? 0 : kRows;
+}
 
 struct Pointers {
-  float* in = nullptr;             // [kWidth, kWidth]
-  float* router = nullptr;         // [kExperts, kWidth]
-  float* up[kExperts] = {};        // [kInner, kWidth]
-  float* down[kExperts] = {};      // [kWidth, kInner]
-  float* out = nullptr;            // [kOut, kWidth]
+  float* in = nullptr;         // [kWidth, kWidth]
+  float* router = nullptr;     // [kExperts, kWidth]
+  float* up[kExperts] = {};    // [kInner, kWidth]
+  float* down[kExperts] = {};  // [kWidth, kInner]
+  float* out = nullptr;        // [kOut, kWidth]
 };
 
 /// Sum over the rank's tokens of |y|, and their number: what the ranks tell each other.
@@ -169,9 +174,9 @@ class Moe {
   std::vector<int> tokens_[kExperts];
   Tensor x_ = Tensor(kRows * kWidth), target_ = Tensor(kRows * kOut), h_ = x_, y_ = x_, z_ = x_;
   Tensor gates_ = Tensor(kRows * kExperts), d_gates_ = gates_, d_out_ = target_, d_ = x_, d_h_ = x_;
-  std::vector<Tensor> packed_ = std::vector<Tensor>(kExperts, Tensor(kRows * kWidth));
+  std::vector<Tensor> packed_ = std::vector<Tensor>(kExperts, Tensor(kRows* kWidth));
   std::vector<Tensor> result_ = packed_;
-  std::vector<Tensor> inner_ = std::vector<Tensor>(kExperts, Tensor(kRows * kInner));
+  std::vector<Tensor> inner_ = std::vector<Tensor>(kExperts, Tensor(kRows* kInner));
 };
 
 std::string expert_name(int e, const char* what) {
@@ -254,8 +259,8 @@ Outcome train_plain(const Setting& setting, bool balanced) {
   return out;
 }
 
-/// balanced: with the ranks' own collective in the middle, and skips declared before it. Otherwise a
-/// rank just does not use what it does not need.
+/// balanced: with the ranks' own collective in the middle, and skips declared before it. Otherwise
+/// a rank just does not use what it does not need.
 void train(const ProcessGroup& group, const Setting& setting, Outcome& out, bool balanced) {
   Moe moe;
   const Registered model(moe);
@@ -292,7 +297,8 @@ void train(const ProcessGroup& group, const Setting& setting, Outcome& out, bool
       if (balanced) {
         const Load mine = moe.load();
         std::vector<Load> all(static_cast<std::size_t>(group.size()));
-        group.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+        group.all_gather(std::as_bytes(std::span(&mine, 1)),
+                         std::as_writable_bytes(std::span(all)));
         moe.balance(all);
       }
       if (moe.rows() == 0) continue;
@@ -367,8 +373,8 @@ TEST(Experts, RanksRouteDifferently) {
 /// Why skips are declared: a rank that blocks in its own collective and has not said what it leaves
 /// out keeps its peers waiting, until the deadline names it.
 TEST(Experts, ACollectiveBehindUndeclaredSkipsEndsAtTheDeadline) {
-  Setting setting{2, 1, options_of(Stage::parameters, GradientMode::accumulate,
-                                   Accumulation::reduced)};
+  Setting setting{2, 1,
+                  options_of(Stage::parameters, GradientMode::accumulate, Accumulation::reduced)};
   setting.options.deadline_seconds = 0.5;
   const auto loop = [](const ProcessGroup& group, const Setting& s, Outcome&) {
     Moe moe;
@@ -386,8 +392,9 @@ TEST(Experts, ACollectiveBehindUndeclaredSkipsEndsAtTheDeadline) {
 /// No update, no weight decay, no state for an expert that no rank used.
 TEST(Experts, AnExpertWithoutTokensKeepsItsBytes) {
   for (int stage = 0; stage < 4; ++stage) {
-    const Setting setting{3, 2, options_of(static_cast<Stage>(stage), GradientMode::accumulate,
-                                           Accumulation::reduced)};
+    const Setting setting{
+        3, 2,
+        options_of(static_cast<Stage>(stage), GradientMode::accumulate, Accumulation::reduced)};
     const Outcome got = run(setting, [](const ProcessGroup& group, const Setting& s, Outcome& out) {
       train(group, s, out, true);
     });

@@ -129,7 +129,8 @@ inline void tanh_backward(float* dx, const float* dy, const float* y, int count)
   for (int i = 0; i < count; ++i) dx[i] = dy[i] * (1.0f - y[i] * y[i]);
 }
 
-/// y[batch * time, width], probabilities[batch, heads, time, time] from qkv[batch * time, 3 * width]
+/// y[batch * time, width], probabilities[batch, heads, time, time] from qkv[batch * time, 3 *
+/// width]
 inline void attention_forward(float* y, float* probabilities, const float* qkv, int batch, int time,
                               int width, int heads) {
   const int size = width / heads;

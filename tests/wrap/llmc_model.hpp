@@ -1,6 +1,7 @@
-// A GPT-2 in the shape of llm.c: one struct of pointers for the parameters, each tensor stacked over
-// the layers, kernels that take `pointer + layer * size`, the residual addition fused with the next
-// LayerNorm, and the head tied to the embedding. Knows nothing of zshard but the gradient mode.
+// A GPT-2 in the shape of llm.c: one struct of pointers for the parameters, each tensor stacked
+// over the layers, kernels that take `pointer + layer * size`, the residual addition fused with the
+// next LayerNorm, and the head tied to the embedding. Knows nothing of zshard but the gradient
+// mode.
 #pragma once
 
 #include <cstdint>
@@ -111,8 +112,8 @@ class Gpt {
   void block_forward(int l) {
     Layer& a = layers_[idx(l)];
     const int C = kWidth;
-    linear_forward(a.qkv.data(), a.ln1.data(), params.qkvw + l * 3 * C * C,
-                   params.qkvb + l * 3 * C, kRows, C, 3 * C);
+    linear_forward(a.qkv.data(), a.ln1.data(), params.qkvw + l * 3 * C * C, params.qkvb + l * 3 * C,
+                   kRows, C, 3 * C);
     attention_forward(a.atty.data(), a.att.data(), a.qkv.data(), kBatch, kTime, C, kHeads);
     linear_forward(a.residual2.data(), a.atty.data(), params.attprojw + l * C * C,
                    params.attprojb + l * C, kRows, C, C);
@@ -126,8 +127,8 @@ class Gpt {
                    kRows, 4 * C, C);
   }
 
-  /// Bias and residual addition of layer l, fused with the LayerNorm that follows: ln1 of layer l + 1
-  /// or the final one. fcprojb[kWidth] is layer l's.
+  /// Bias and residual addition of layer l, fused with the LayerNorm that follows: ln1 of layer l +
+  /// 1 or the final one. fcprojb[kWidth] is layer l's.
   void fused_norm_forward(int l, const float* fcprojb) {
     Layer& a = layers_[idx(l)];
     for (int r = 0; r < kRows; ++r) {

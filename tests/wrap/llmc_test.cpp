@@ -1,6 +1,6 @@
-// A loop in the shape of llm.c. Its kernels index stacked tensors, `params.qkvw + l * 3 * C * C`, and
-// its fused kernels read the next layer's LayerNorm while a layer runs. Both stay as they are: zshard
-// only sets the pointers.
+// A loop in the shape of llm.c. Its kernels index stacked tensors, `params.qkvw + l * 3 * C * C`,
+// and its fused kernels read the next layer's LayerNorm while a layer runs. Both stay as they are:
+// zshard only sets the pointers.
 #include <gtest/gtest.h>
 
 #include "tests/wrap/compare.hpp"
@@ -104,7 +104,8 @@ void collect(Engine& engine, const std::vector<Place>& places, Tensors& out) {
   }
 }
 
-/// The reference's own backward, against its forward: along the gradient g the loss changes by |g|^2.
+/// The reference's own backward, against its forward: along the gradient g the loss changes by
+/// |g|^2.
 TEST(LlmC, TheBackwardPassIsTheDerivativeOfTheForwardPass) {
   Tensors values, gradients;
   Gpt model;
@@ -191,7 +192,8 @@ struct HeldPair {
     norm.parameter("lm_head.weight", {kVocab, kWidth}, {.alias = "wte"});
     places.push_back({&field("wte"), 0});
 
-    // The tied head is the embedding's unit used again, after the final norm and before its backward.
+    // The tied head is the embedding's unit used again, after the final norm and before its
+    // backward.
     std::vector<Position> program = {{embedding, Pass::forward}};
     for (const UnitId block : blocks) program.push_back({block, Pass::forward});
     program.push_back({final_norm, Pass::forward});
@@ -202,8 +204,8 @@ struct HeldPair {
     spec.program(program).hold(2);
   }
 
-  /// on_bind: a stacked pointer is moved so that `pointer + layer * size` is the gathered layer. The
-  /// layer bound last has it; a layer that goes takes only its own pointer away.
+  /// on_bind: a stacked pointer is moved so that `pointer + layer * size` is the gathered layer.
+  /// The layer bound last has it; a layer that goes takes only its own pointer away.
   void rebase(const Binding& b) {
     const Place& place = places[static_cast<std::size_t>(b.parameter.value)];
     if (place.field->layers == 1) return;
@@ -280,8 +282,10 @@ struct HeldPair {
 
 TEST(LlmC, HoldingTheNextLayerGivesTheStackedLoopsBits) {
   const ModelSpec spec = HeldPair().spec;
-  expect_equal(spec, train_plain, [](const ProcessGroup& group, const Setting& setting,
-                                     Outcome& out) { HeldPair().train(group, setting, out); });
+  expect_equal(spec, train_plain,
+               [](const ProcessGroup& group, const Setting& setting, Outcome& out) {
+                 HeldPair().train(group, setting, out);
+               });
 }
 
 // -- hold 1: all LayerNorms that are fused are one small resident unit
@@ -318,8 +322,7 @@ struct ResidentNorms {
         if (f.layers == 1 || f.name == std::string("ln1w") || f.name == std::string("ln1b"))
           continue;
         places.push_back({&f, l});
-        parameters.back().push_back(
-            block.parameter(name_of(f, l), f.shape, {.decay = f.decay()}));
+        parameters.back().push_back(block.parameter(name_of(f, l), f.shape, {.decay = f.decay()}));
       }
       blocks.push_back(block.id());
     }
@@ -342,7 +345,8 @@ struct ResidentNorms {
       const Place& place = places[static_cast<std::size_t>(id.value)];
       model.params.*(place.field->member) = guard.pointer<float>(id) - place.offset();
       float* gradient = guard.gradient<float>(id);
-      model.grads.*(place.field->member) = gradient == nullptr ? nullptr : gradient - place.offset();
+      model.grads.*(place.field->member) =
+          gradient == nullptr ? nullptr : gradient - place.offset();
     }
   }
 
@@ -412,8 +416,10 @@ struct ResidentNorms {
 
 TEST(LlmC, ResidentNormsGiveTheStackedLoopsBits) {
   const ModelSpec spec = ResidentNorms().spec;
-  expect_equal(spec, train_plain, [](const ProcessGroup& group, const Setting& setting,
-                                     Outcome& out) { ResidentNorms().train(group, setting, out); });
+  expect_equal(spec, train_plain,
+               [](const ProcessGroup& group, const Setting& setting, Outcome& out) {
+                 ResidentNorms().train(group, setting, out);
+               });
 }
 
 TEST(LlmC, ResidentNormsNeedNoSecondLayerInTheGatherBudget) {
@@ -426,8 +432,8 @@ TEST(LlmC, ResidentNormsNeedNoSecondLayerInTheGatherBudget) {
             minimum_gather_budget(resident, 2));
 }
 
-// Without hold(2) the second layer is refused while the first is held, instead of being gathered over
-// it.
+// Without hold(2) the second layer is refused while the first is held, instead of being gathered
+// over it.
 TEST(LlmC, HoldingTwoLayersMustBeStated) {
   HeldPair pair;
   pair.spec.hold(1);

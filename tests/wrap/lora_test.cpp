@@ -13,13 +13,13 @@ constexpr float kAlpha = 0.5f;
 
 /// The loop's pointers. Layer: x + tanh(base x + alpha * b (a x)).
 struct Net {
-  float* embedding = nullptr;      // [kVocab, kWidth], frozen
-  float* base[kLayers] = {};       // [kWidth, kWidth], frozen
-  float* a[kLayers] = {};          // [kRank, kWidth]
-  float* b[kLayers] = {};          // [kWidth, kRank]
+  float* embedding = nullptr;  // [kVocab, kWidth], frozen
+  float* base[kLayers] = {};   // [kWidth, kWidth], frozen
+  float* a[kLayers] = {};      // [kRank, kWidth]
+  float* b[kLayers] = {};      // [kWidth, kRank]
   float* grad_a[kLayers] = {};
   float* grad_b[kLayers] = {};
-  float* head = nullptr;           // [kVocab, kWidth], frozen
+  float* head = nullptr;  // [kVocab, kWidth], frozen
 
   void embed(const int* tokens) {
     for (int r = 0; r < kRows; ++r) {
@@ -56,18 +56,18 @@ struct Net {
     for (std::size_t i = 0; i < d.size(); ++i) d_up[i] = kAlpha * d[i];
     linear_backward(d_low.data(), grad_b[l], nullptr, d_up.data(), low_[l].data(), b[l], kRows,
                     kRank, kWidth, mode);
-    linear_backward(d_a.data(), grad_a[l], nullptr, d_low.data(), x_[l].data(), a[l], kRows,
-                    kWidth, kRank, mode);
+    linear_backward(d_a.data(), grad_a[l], nullptr, d_low.data(), x_[l].data(), a[l], kRows, kWidth,
+                    kRank, mode);
     linear_backward(d_base.data(), nullptr, nullptr, d.data(), nullptr, base[l], kRows, kWidth,
                     kWidth, mode);
     for (std::size_t i = 0; i < d.size(); ++i) d_[i] = d_[i] + (d_base[i] + d_a[i]);
   }
 
  private:
-  Tensor x_[kLayers + 1] = {Tensor(kRows * kWidth), Tensor(kRows * kWidth), Tensor(kRows * kWidth),
-                            Tensor(kRows * kWidth)};
-  Tensor y_[kLayers] = {Tensor(kRows * kWidth), Tensor(kRows * kWidth), Tensor(kRows * kWidth)};
-  Tensor low_[kLayers] = {Tensor(kRows * kRank), Tensor(kRows * kRank), Tensor(kRows * kRank)};
+  Tensor x_[kLayers + 1] = {Tensor(kRows * kWidth), Tensor(kRows* kWidth), Tensor(kRows* kWidth),
+                            Tensor(kRows* kWidth)};
+  Tensor y_[kLayers] = {Tensor(kRows * kWidth), Tensor(kRows* kWidth), Tensor(kRows* kWidth)};
+  Tensor low_[kLayers] = {Tensor(kRows * kRank), Tensor(kRows* kRank), Tensor(kRows* kRank)};
   Tensor logits_ = Tensor(kRows * kVocab);
   Tensor d_ = Tensor(kRows * kWidth);
 };
@@ -215,7 +215,9 @@ ModelSpec small_parts_only() {
   return spec;
 }
 
-constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) {
+  return (n + to - 1) / to * to;
+}
 
 TEST(Lora, GradientsAndStateArePlannedForTheSmallPartsOnly) {
   const ModelSpec small = small_parts_only();
@@ -229,9 +231,9 @@ TEST(Lora, GradientsAndStateArePlannedForTheSmallPartsOnly) {
               options_of(static_cast<Stage>(stage), GradientMode::accumulate, how);
           const MemoryPlan whole = plan_memory(spec, kAdamW, world, options);
           const MemoryPlan part = plan_memory(small, kAdamW, world, options);
-          for (const Category c : {Category::gradients, Category::gradient_slots, Category::moments,
-                                   Category::master, Category::communication_staging,
-                                   Category::square_sum_blocks}) {
+          for (const Category c :
+               {Category::gradients, Category::gradient_slots, Category::moments, Category::master,
+                Category::communication_staging, Category::square_sum_blocks}) {
             EXPECT_EQ(whole.bytes(c), part.bytes(c))
                 << to_string(c) << " world " << world << " stage " << stage;
           }
@@ -253,8 +255,8 @@ TEST(Lora, AResidentBaseIsNotGathered) {
   Net net;
   const ModelSpec gathered = Registered(net, false).spec;
   const ModelSpec resident = Registered(net, true).spec;
-  const std::int64_t base = kLayers * round_up(kWidth * kWidth * 4, 2 * 256) +
-                            2 * round_up(kVocab * kWidth * 4, 2 * 256);
+  const std::int64_t base =
+      kLayers * round_up(kWidth * kWidth * 4, 2 * 256) + 2 * round_up(kVocab * kWidth * 4, 2 * 256);
   const MemoryPlan plan = plan_memory(resident, kAdamW, 2);
   EXPECT_EQ(plan.bytes(Category::resident), base);
   EXPECT_EQ(plan.bytes(Category::gather_slots), maximum_gather_budget(small_parts_only(), 2));

@@ -151,8 +151,8 @@ void train_segments(const ProcessGroup& group, const Setting& setting, Outcome& 
         if (l % kSegment != 0) a.drop(l);  // only the first input of each segment is stored
       }
       Tensor d(kRows * kWidth);
-      out.add_loss(group.rank(), squared_error(d.data(), a.x[kLayers].data(),
-                                               batch.target.data(), kRows * kWidth));
+      out.add_loss(group.rank(), squared_error(d.data(), a.x[kLayers].data(), batch.target.data(),
+                                               kRows * kWidth));
       for (int end = kLayers; end > 0; end -= kSegment) {
         for (int l = end - kSegment; l < end; ++l) {
           const Guard guard = engine.recompute(net.unit(l));
@@ -181,8 +181,8 @@ TEST(Recompute, SegmentsGiveTheBitsOfStoredActivations) {
 // ----------------------------------------------------------------
 
 /// `nested` acquires the layer again for its recomputation, as code that does not know its caller's
-/// guard would; without it the loop recomputes under the backward guard alone. Returns the bytes that
-/// were gathered.
+/// guard would; without it the loop recomputes under the backward guard alone. Returns the bytes
+/// that were gathered.
 std::int64_t train_layers(const ProcessGroup& group, const Setting& setting, Outcome& out,
                           bool nested) {
   Net net;  // the default program: it states no recompute position
@@ -200,8 +200,8 @@ std::int64_t train_layers(const ProcessGroup& group, const Setting& setting, Out
         a.drop_inner(l);
       }
       Tensor d(kRows * kWidth);
-      out.add_loss(group.rank(), squared_error(d.data(), a.x[kLayers].data(),
-                                               batch.target.data(), kRows * kWidth));
+      out.add_loss(group.rank(), squared_error(d.data(), a.x[kLayers].data(), batch.target.data(),
+                                               kRows * kWidth));
       for (int l = kLayers; l-- > 0;) {
         Guard guard = engine.backward(net.unit(l));
         {
@@ -236,8 +236,8 @@ TEST(Recompute, NestedInTheBackwardGuardGivesTheSameBits) {
 }
 
 TEST(Recompute, NestedInTheBackwardGuardMovesNoMoreBytes) {
-  Setting setting{2, 2, options_of(Stage::parameters, GradientMode::overwrite,
-                                   Accumulation::reduced)};
+  Setting setting{2, 2,
+                  options_of(Stage::parameters, GradientMode::overwrite, Accumulation::reduced)};
   setting.options.gather_budget = minimum_gather_budget(Net().spec, 2);
   std::int64_t bytes[2] = {};
   for (const bool nested : {false, true}) {
@@ -250,8 +250,8 @@ TEST(Recompute, NestedInTheBackwardGuardMovesNoMoreBytes) {
   EXPECT_EQ(bytes[0], bytes[1]);
 }
 
-/// Each nested backward guard commits, and only the last one hands over: here the layer's two weights
-/// are written under guards of their own.
+/// Each nested backward guard commits, and only the last one hands over: here the layer's two
+/// weights are written under guards of their own.
 TEST(Recompute, NestedBackwardGuardsHandOverOnce) {
   const auto loop = [](const ProcessGroup& group, const Setting& setting, Outcome& out) {
     Net net;
@@ -267,8 +267,8 @@ TEST(Recompute, NestedBackwardGuardsHandOverOnce) {
           a.forward(l, net.w[l]);
         }
         Tensor d(kRows * kWidth);
-        out.add_loss(group.rank(), squared_error(d.data(), a.x[kLayers].data(),
-                                                 batch.target.data(), kRows * kWidth));
+        out.add_loss(group.rank(), squared_error(d.data(), a.x[kLayers].data(), batch.target.data(),
+                                                 kRows * kWidth));
         for (int l = kLayers; l-- > 0;) {
           Guard outer = engine.backward(net.unit(l));
           start(net.g[l].w1, kInner * kWidth, outer.gradient_mode());

@@ -54,9 +54,9 @@ struct Network {
 
 // The loop adds its micro-steps up itself, in the buffers: `local` accumulation.
 Outcome train_plain(const Setting& setting) {
-  PlainTrainer trainer({{"weights", kWeights, true, false, "weights"},
-                        {"biases", kBiases, false, false, "biases"}},
-                       setting.world, Accumulation::local, kAdamW);
+  PlainTrainer trainer(
+      {{"weights", kWeights, true, false, "weights"}, {"biases", kBiases, false, false, "biases"}},
+      setting.world, Accumulation::local, kAdamW);
   Outcome out(setting.world);
   for (int step = 0; step < kSteps; ++step) {
     for (int micro = 0; micro < setting.accumulation; ++micro) {
@@ -83,10 +83,10 @@ void train(const ProcessGroup& group, const Setting& setting, Outcome& out) {
   for (int step = 0; step < kSteps; ++step) {
     net.zero_gradients();
     for (int micro = 0; micro < setting.accumulation; ++micro) {
-      out.add_loss(group.rank(),
-                   Network::micro_step(net.weights.data(), net.biases.data(),
-                                       net.weight_gradients.data(), net.bias_gradients.data(), step,
-                                       micro, group.rank()));
+      out.add_loss(
+          group.rank(),
+          Network::micro_step(net.weights.data(), net.biases.data(), net.weight_gradients.data(),
+                              net.bias_gradients.data(), step, micro, group.rank()));
     }
     const StepReport report =
         optimizer.step({.gradient_scale = 1.0 / (group.size() * setting.accumulation)});
@@ -100,8 +100,8 @@ void train(const ProcessGroup& group, const Setting& setting, Outcome& out) {
     throw std::runtime_error("the loop's buffers are not the optimizer's parameters");
 }
 
-/// A loop that adds its micro-steps up itself gives the addition of micro-steps its own order, which
-/// is that of every mode with one micro-step.
+/// A loop that adds its micro-steps up itself gives the addition of micro-steps its own order,
+/// which is that of every mode with one micro-step.
 TEST(ShardedOptimizerWrap, ThreeLinesGiveThePlainLoopsBits) {
   expect_equal(ModelSpec(), train_plain, train, Stage::optimizer);
 }
@@ -125,10 +125,10 @@ TEST(ShardedOptimizerWrap, StateIsShardedAtStage1) {
 TEST(ShardedOptimizerWrap, HigherStagesAreRefused) {
   Network net;
   for (const Stage stage : {Stage::gradients, Stage::parameters}) {
-    EXPECT_THROW(ShardedOptimizer({{"weights", net.weights.data(), net.weight_gradients.data(),
-                                    kWeights}},
-                                  kAdamW, ProcessGroup::single(), {.stage = stage}),
-                 UsageError);
+    EXPECT_THROW(
+        ShardedOptimizer({{"weights", net.weights.data(), net.weight_gradients.data(), kWeights}},
+                         kAdamW, ProcessGroup::single(), {.stage = stage}),
+        UsageError);
   }
 }
 

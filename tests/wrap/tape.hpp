@@ -1,6 +1,6 @@
 // A small tape autograd. A node saves the addresses of the parameters that it used, as autograd
-// engines do; whoever moves a parameter re-points the nodes with bind(). Knows nothing of zshard but
-// the type that says where a parameter lies.
+// engines do; whoever moves a parameter re-points the nodes with bind(). Knows nothing of zshard
+// but the type that says where a parameter lies.
 #pragma once
 
 #include <cstddef>

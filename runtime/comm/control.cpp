@@ -1,0 +1,156 @@
+#include "runtime/comm/control.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "zshard/error.hpp"
+
+namespace zshard::comm {
+namespace {
+
+constexpr std::uint64_t kBroken = std::uint64_t{1} << 63;
+
+template <std::size_t N>
+void put(std::array<char, N>& into, const std::string& text) {
+  const std::size_t length = std::min(text.size(), N - 1);
+  std::memcpy(into.data(), text.data(), length);
+  into[length] = '\0';
+}
+
+std::string describe(const ControlSignature& s) {
+  return to_string(s.operation) + " (" + std::to_string(s.bytes) + " bytes, root " +
+         std::to_string(s.root) + ")";
+}
+
+}  // namespace
+
+bool ControlBoard::arrive(Rank& rank, std::uint32_t call) const {
+  rank.arrived.store(call, std::memory_order_release);
+  std::uint64_t state = header_->state.load();
+  do {
+    if ((state & kBroken) != 0) return false;
+  } while (!header_->state.compare_exchange_weak(state, state + 1));
+  if ((state + 1) % static_cast<std::uint64_t>(world_) == 0) header_->met.add();
+  return true;
+}
+
+bool ControlBoard::give_up(std::uint64_t call, const std::string& cause) const {
+  std::uint64_t state = header_->state.load();
+  do {
+    if ((state & kBroken) != 0) return true;
+    if (state >= call * static_cast<std::uint64_t>(world_)) return false;
+  } while (!header_->state.compare_exchange_weak(state, state | kBroken));
+  put(header_->why, cause);
+  header_->readable.store(1, std::memory_order_release);
+  header_->met.nudge();
+  header_->done.nudge();
+  return true;
+}
+
+void ControlBoard::breaks(const std::string& cause) const {
+  give_up(~std::uint64_t{0} >> 12, cause);
+}
+
+bool ControlBoard::broken() const {
+  return (header_->state.load() & kBroken) != 0;
+}
+
+std::string ControlBoard::why() const {
+  // Written right after the state; a writer that was killed in between leaves no text.
+  for (int i = 0; i < 1000 && header_->readable.load(std::memory_order_acquire) == 0; ++i) {
+    base::futex_wait(header_->readable, 0, 1000);
+  }
+  return header_->readable.load(std::memory_order_acquire) != 0 ? header_->why.data()
+                                                                : "a rank failed";
+}
+
+void ControlBoard::leave(int r, const std::string& reason) const {
+  Rank& me = rank(r);
+  if (me.gone.load() != 0) return;
+  put(me.reason, reason);
+  me.gone.store(1, std::memory_order_release);
+  header_->met.nudge();
+}
+
+std::optional<std::string> ControlBoard::left(int r) const {
+  if (rank(r).gone.load(std::memory_order_acquire) == 0) return std::nullopt;
+  return std::string(rank(r).reason.data());
+}
+
+Control::Control(ControlBoard board, int rank, double deadline_seconds,
+                 std::function<std::optional<std::string>(int)> gone)
+    : board_(board), rank_(rank), deadline_(deadline_seconds), gone_(std::move(gone)) {}
+
+void Control::meet(const ControlSignature& signature, const std::function<void()>& move) {
+  const auto refuse = [&] {
+    throw CommError(describe(signature) + " on rank " + std::to_string(rank_) +
+                    ": the group has failed: " + board_.why());
+  };
+  // Peers of a failed call may still read this rank's words: they stay.
+  if (board_.broken()) refuse();
+  const auto world = static_cast<std::uint32_t>(board_.world());
+  ControlBoard::Rank& me = board_.rank(rank_);
+  me.signature = signature;
+  const std::uint32_t call = ++calls_;
+  if (!board_.arrive(me, call)) refuse();
+
+  const auto start = std::chrono::steady_clock::now();
+  const auto waited = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  std::string lost;
+  // A rank that is missing at this stage; "" if none is lost yet.
+  const auto missing = [&](bool arrival, double deadline) {
+    for (int r = 0; r < board_.world(); ++r) {
+      const auto reason = gone_(r);  // before its words: a rank may arrive and then leave
+      const ControlBoard::Rank& peer = board_.rank(r);
+      const std::uint32_t at = (arrival ? peer.arrived : peer.done).load(std::memory_order_acquire);
+      if (static_cast<std::int32_t>(at - call) >= 0) continue;
+      if (reason) return "rank " + std::to_string(r) + " is gone (" + *reason + ")";
+      if (waited() > deadline) {
+        return "rank " + std::to_string(r) + " did not " + (arrival ? "arrive" : "finish") +
+               " within " + std::to_string(deadline) + " s; raise the deadline if it is only slow";
+      }
+    }
+    return std::string();
+  };
+  const auto poll = [&] {
+    lost = board_.broken() ? board_.why() : missing(true, deadline_);
+    return !lost.empty();
+  };
+  if (!board_.met().wait(call, poll) && board_.give_up(call, lost)) {
+    throw CommError(describe(signature) + " on rank " + std::to_string(rank_) +
+                    " cannot complete: " + lost);
+  }
+  for (int r = 1; r < board_.world(); ++r) {
+    const ControlSignature& first = board_.rank(0).signature;
+    const ControlSignature& other = board_.rank(r).signature;
+    if (first == other) continue;
+    // All ranks see the same words, so all of them throw and none waits for the others.
+    const std::string cause = "ranks made different calls: rank 0 " + describe(first) + ", rank " +
+                              std::to_string(r) + " " + describe(other) +
+                              (first.operation == other.operation && first.bytes == other.bytes &&
+                                       first.root == other.root
+                                   ? " with other arguments or values"
+                                   : "") +
+                              "; every rank must make the same collective calls in the same order";
+    board_.breaks(cause);
+    throw CommError(cause);
+  }
+  move();
+  me.done.store(call, std::memory_order_release);
+  board_.done().add();
+  // Peers read this rank's memory until they are done.
+  const auto poll_done = [&] {
+    lost = missing(false, 2 * deadline_);
+    return !lost.empty();
+  };
+  if (!board_.done().wait(call * world, poll_done)) {
+    board_.breaks(describe(signature) + ": " + lost);
+    throw CommError(describe(signature) + " on rank " + std::to_string(rank_) + ": " + lost);
+  }
+}
+
+}  // namespace zshard::comm
