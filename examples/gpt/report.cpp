@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <stdexcept>
 
 namespace gpt {
 namespace {
@@ -152,7 +153,7 @@ void StepLog::write(std::int64_t step, const StepResult& result, double tokens_p
   line["tokens_per_s"] = tokens_per_second;
   line["peak_bytes"] = result.report.peak_bytes;
   file_ << line.dump() << '\n' << std::flush;
-  if (!file_) throw ConfigError("--log: cannot write " + path_);
+  if (!file_) throw std::runtime_error("cannot write " + path_);
 }
 
 Progress::Progress(std::int64_t steps) : steps_(steps), terminal_(isatty(STDOUT_FILENO) == 1) {}

@@ -21,8 +21,8 @@ std::string stage_table(const Config& config, int world);
 /// in order of the parameters' names, as fp32 in the machine's byte order.
 std::string digest_lines(Trainer& trainer, const Config& config);
 
-/// The log of steps, one JSON object a line. Throws ConfigError if the file cannot be opened or
-/// written.
+/// The log of steps, one JSON object a line. Throws ConfigError if the file cannot be opened,
+/// std::runtime_error if it cannot be written.
 class StepLog {
  public:
   explicit StepLog(const std::string& path);

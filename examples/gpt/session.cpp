@@ -49,11 +49,19 @@ double rank_bytes(const Config& config, std::int64_t rows) {
 
 void check_memory(const Config& config, const Dataset& data, int local_ranks, int world) {
   constexpr double kGiB = 1024.0 * kMiB;
+  const std::int64_t rows = Trainer::largest_batch(config, data, world);
+  // OpenBLAS counts rows of a matrix in an int.
+  if (rows > std::numeric_limits<int>::max() / config.shape.context) {
+    throw ConfigError(
+        fmt::format("a rank gets {} rows of {} tokens at once, must be less than "
+                    "2^31 tokens; use a smaller --batch or more --ranks",
+                    rows, config.shape.context));
+  }
   const GptSpec spec = make_spec(config);
   const zshard::MemoryPlan plan =
       plan_memory(spec.model, make_optimizer(config), world, config.engine);
   const double engine = static_cast<double>(plan.memory_bytes());
-  const double model = rank_bytes(config, Trainer::largest_batch(config, data, world));
+  const double model = rank_bytes(config, rows);
   const double needed = local_ranks * (engine + model);
   const double available = available_bytes();
   if (needed <= available) return;

@@ -51,6 +51,8 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
       group_(group.implementation()),
       rank_(group.rank()),
       world_(group.size()),
+      pool_(kernels::kernel_threads(options.threads < 0 ? 0 : std::min(options.threads, 1024),
+                                    group_->ranks_here())),
       exceptions_(std::uncaught_exceptions()) {
   // A rank whose arguments are refused still takes part, so that its peers get an error instead of
   // a deadline.
@@ -147,7 +149,7 @@ void Core::construct(const ProcessGroup& /*group*/) {
   endpoint_ = std::make_unique<comm::Endpoint>(
       group_, std::move(board), blueprint_.options.deadline_seconds,
       [this](const comm::PackedSignature& s) { return DataPlane::describe(blueprint_, s); });
-  plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, rank_);
+  plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, pool_, rank_);
   cursor_ = std::make_unique<Cursor>(&blueprint_.training, &blueprint_.evaluation,
                                      blueprint_.options.accumulation == Accumulation::reduced,
                                      static_cast<CursorSink*>(this));

@@ -22,6 +22,7 @@
 #include "runtime/engine/cursor.hpp"
 #include "runtime/engine/data_plane.hpp"
 #include "runtime/engine/storage.hpp"
+#include "runtime/kernels/pool.hpp"
 #include "zshard/engine.hpp"
 #include "zshard/error.hpp"
 
@@ -171,6 +172,7 @@ class Core final : private CursorSink {
   std::shared_ptr<comm::Group> group_;
   int rank_;
   int world_;
+  kernels::Pool pool_;
   std::unique_ptr<Storage> storage_;
   std::unique_ptr<comm::Endpoint> endpoint_;
   std::unique_ptr<DataPlane> plane_;

@@ -228,19 +228,21 @@ void Core::update_unit(std::int32_t u, float factor, int half) {
       const shard::Range range = storage_->updated(u, s, p);
       const optimizers::Constants& constants = constants_[static_cast<std::size_t>(
           class_of_[static_cast<std::size_t>(p.parameter.value)])];
-      for (std::int64_t lo = range.lo; lo < range.hi; lo += chunk) {
-        const std::int64_t at = lo - base;
-        optimizers::Elements e;
-        e.count = std::min(chunk, range.hi - lo);
-        e.parameter = (master == nullptr ? reinterpret_cast<float*>(stored) : master) + at;
-        for (int k = 0; k < slots; ++k) e.slots[k] = storage_->state(rank_, u, s, k) + at;
-        e.gradient = gradient + at;
-        e.factor = factor;
-        for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
-        if (master != nullptr) {
-          kernels::narrow(e.parameter, seg.dtype, stored + at * size_of(seg.dtype), e.count);
+      pool_.split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
+          const std::int64_t at = lo - base;
+          optimizers::Elements e;
+          e.count = std::min(chunk, range.lo + last - lo);
+          e.parameter = (master == nullptr ? reinterpret_cast<float*>(stored) : master) + at;
+          for (int k = 0; k < slots; ++k) e.slots[k] = storage_->state(rank_, u, s, k) + at;
+          e.gradient = gradient + at;
+          e.factor = factor;
+          for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
+          if (master != nullptr) {
+            kernels::narrow(e.parameter, seg.dtype, stored + at * size_of(seg.dtype), e.count);
+          }
         }
-      }
+      });
     }
   }
   update_seconds_ +=

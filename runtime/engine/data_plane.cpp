@@ -34,6 +34,8 @@ class Timer {
   std::chrono::steady_clock::time_point start_;
 };
 
+constexpr int kMostRanks = 1024;  // of a group
+
 constexpr std::uint64_t field(std::uint64_t value, int shift) {
   return value << shift;
 }
@@ -83,16 +85,16 @@ std::uint64_t DataPlane::queue_capacity(const Blueprint& b) {
 }
 
 DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
-                     int rank)
+                     kernels::Pool& pool, int rank)
     : blueprint_(blueprint),
       storage_(storage),
       endpoint_(endpoint),
+      pool_(pool),
       layout_(*blueprint.layout),
       rank_(rank),
       world_(blueprint.layout->world()),
       local_(blueprint.options.accumulation == Accumulation::local),
       ballot_(vote_bytes(blueprint)),
-      sources_(static_cast<std::size_t>(world_)),
       segments_(static_cast<std::size_t>(world_)) {
   vote_.touched.assign(layout_.units().size(), 0);
   const std::uint64_t capacity = queue_capacity(blueprint);
@@ -174,6 +176,13 @@ void DataPlane::run_reduce(void* object, std::uint64_t index) {
   }
 }
 
+void DataPlane::copy(void* target, const void* source, std::int64_t bytes) {
+  pool_.split(bytes, 4096, [&](std::int64_t lo, std::int64_t hi) {
+    std::memcpy(static_cast<std::byte*>(target) + lo, static_cast<const std::byte*>(source) + lo,
+                static_cast<std::size_t>(hi - lo));
+  });
+}
+
 void DataPlane::gather(const Work& work) {
   const std::int32_t u = work.item.unit;
   const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
@@ -189,8 +198,8 @@ void DataPlane::gather(const Work& work) {
     // Each rank begins at its own place, so that not all read the same peer at once.
     for (int k = 0; k < world_; ++k) {
       const int r = (rank_ + k) % world_;
-      std::memcpy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
-                  static_cast<std::size_t>(seg.shard_bytes()));
+      copy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
+           seg.shard_bytes());
     }
     moved += seg.bytes();
   }
@@ -211,8 +220,8 @@ void DataPlane::step_gather(const Work& work) {
     std::byte* target = storage_.full(rank_, u, static_cast<int>(s));
     for (int k = 1; k < world_; ++k) {
       const int r = (rank_ + k) % world_;
-      std::memcpy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
-                  static_cast<std::size_t>(seg.shard_bytes()));
+      copy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
+           seg.shard_bytes());
     }
     moved += seg.bytes() - seg.shard_bytes();
   }
@@ -227,8 +236,7 @@ void DataPlane::copy_gradients(std::int32_t u, int half) {
     float* target = storage_.gathered_gradient(half, u, static_cast<int>(s));
     for (int k = 0; k < world_; ++k) {
       const int r = (rank_ + k) % world_;
-      std::memcpy(target + r * seg.shard, storage_.accumulator(r, u, static_cast<int>(s)),
-                  static_cast<std::size_t>(seg.shard) * 4);
+      copy(target + r * seg.shard, storage_.accumulator(r, u, static_cast<int>(s)), seg.shard * 4);
     }
     traffic_.gathered_bytes.fetch_add(seg.padded * 4, std::memory_order_relaxed);
   }
@@ -319,11 +327,15 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s) {
   for (const shard::Placed& p : seg.placed) {
     const shard::Range own = seg.owned(p, rank_);
     if (own.empty()) continue;
-    for (std::size_t r = 0; r < sources_.size(); ++r) {
-      sources_[r] = segments_[r] == nullptr ? nullptr : segments_[r] + own.lo * size_of(dtype);
-    }
-    kernels::reduce_add(sources_.data(), world_, dtype, dtype, blueprint_.options.reduction_group,
-                        accumulator + own.lo - rank_ * seg.shard, own.count());
+    pool_.split(own.count(), 1024, [&](std::int64_t first, std::int64_t last) {
+      const void* sources[kMostRanks];
+      for (std::size_t r = 0; r < segments_.size(); ++r) {
+        sources[r] =
+            segments_[r] == nullptr ? nullptr : segments_[r] + (own.lo + first) * size_of(dtype);
+      }
+      kernels::reduce_add(sources, world_, dtype, dtype, blueprint_.options.reduction_group,
+                          accumulator + own.lo + first - rank_ * seg.shard, last - first);
+    });
     traffic_.reduced_bytes.fetch_add(own.count() * size_of(dtype) * world_,
                                      std::memory_order_relaxed);
   }
@@ -332,7 +344,7 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s) {
 void DataPlane::issue_vote(const Signature& signature, std::span<const char> touched,
                            std::uint64_t arguments) {
   const Ballot ballot{
-      rank_squares(layout_, rank_, storage_.square_blocks(),
+      rank_squares(layout_, rank_, storage_.square_blocks(), pool_,
                    [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); }),
       arguments};
   std::memset(ballot_.data(), 0, ballot_.size());

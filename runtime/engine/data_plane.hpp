@@ -14,6 +14,7 @@
 #include "runtime/engine/cursor.hpp"
 #include "runtime/engine/storage.hpp"
 #include "runtime/engine/vote.hpp"
+#include "runtime/kernels/pool.hpp"
 
 namespace zshard::engine {
 
@@ -33,7 +34,8 @@ struct Traffic {
 
 class DataPlane {
  public:
-  DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint, int rank);
+  DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
+            kernels::Pool& pool, int rank);
   ~DataPlane();
   DataPlane(const DataPlane&) = delete;
   DataPlane& operator=(const DataPlane&) = delete;
@@ -89,6 +91,7 @@ class DataPlane {
   static void run_reduce(void* object, std::uint64_t index);
   void gather(const Work& work);
   void step_gather(const Work& work);
+  void copy(void* target, const void* source, std::int64_t bytes);
   void copy_gradients(std::int32_t unit, int half);
   void reduce(const Work& work);
   void prepare_contribution(std::int32_t unit);
@@ -98,13 +101,13 @@ class DataPlane {
   const Blueprint& blueprint_;
   const Storage& storage_;
   comm::Endpoint& endpoint_;
+  kernels::Pool& pool_;
   const shard::Layout& layout_;
   int rank_;
   int world_;
   bool local_;
   Vote vote_;
-  std::vector<std::byte> ballot_;     // this rank's, written before the task is appended
-  std::vector<const void*> sources_;  // per rank, of the range being reduced: of the reduce queue
+  std::vector<std::byte> ballot_;           // this rank's, written before the task is appended
   std::vector<const std::byte*> segments_;  // per rank, of the segment being reduced
   Traffic traffic_;
   Lane gather_;

@@ -1,5 +1,6 @@
 #include "runtime/engine/vote.hpp"
 
+#include <mutex>
 #include <tuple>
 
 #include "runtime/kernels/kernels.hpp"
@@ -25,13 +26,25 @@ void combine(RankSquares& total, const RankSquares& rank) {
 
 namespace detail {
 
-std::int64_t add_squares(const float* values, std::int64_t count, double* blocks, double& of_unit,
-                         std::int64_t& non_finite, std::int64_t& first) {
-  const kernels::Squares found = kernels::block_squares(values, count, blocks);
+std::int64_t add_squares(const float* values, std::int64_t count, double* blocks,
+                         kernels::Pool& pool, double& of_unit, std::int64_t& non_finite,
+                         std::int64_t& first) {
+  std::mutex mutex;
+  std::int64_t wrong = 0;
+  std::int64_t lowest = -1;
+  pool.split(count, kernels::kSquareBlock, [&](std::int64_t lo, std::int64_t hi) {
+    const kernels::Squares found =
+        kernels::block_squares(values + lo, hi - lo, blocks + lo / kernels::kSquareBlock);
+    if (found.non_finite == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex);
+    wrong += found.non_finite;
+    if (lowest < 0 || lo + found.first < lowest) lowest = lo + found.first;
+  });
+  // The chain over blocks is one order whoever computed them.
   const std::int64_t used = (count + kernels::kSquareBlock - 1) / kernels::kSquareBlock;
   for (std::int64_t b = 0; b < used; ++b) of_unit += blocks[b];
-  non_finite = found.non_finite;
-  first = found.first;
+  non_finite = wrong;
+  first = lowest;
   return used;
 }
 

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "runtime/kernels/pool.hpp"
 #include "runtime/shard/layout.hpp"
 
 namespace zshard::engine {
@@ -28,7 +29,7 @@ bool offends_before(const RankSquares& a, const RankSquares& b);
 /// accumulator(unit, segment) gives this rank's fp32 shard of a trained segment: [segment.shard].
 /// blocks: scratch of count_blocks(layout, rank) elements.
 template <class Accumulator>
-RankSquares rank_squares(const shard::Layout& layout, int rank, double* blocks,
+RankSquares rank_squares(const shard::Layout& layout, int rank, double* blocks, kernels::Pool& pool,
                          Accumulator&& accumulator);
 
 /// Folds one rank's result into the total; call in rank order, starting from a default RankSquares.
@@ -36,12 +37,13 @@ void combine(RankSquares& total, const RankSquares& rank);
 
 namespace detail {
 /// Adds one parameter's owned range to the unit's sum. Returns the blocks it took.
-std::int64_t add_squares(const float* values, std::int64_t count, double* blocks, double& of_unit,
-                         std::int64_t& non_finite, std::int64_t& first);
+std::int64_t add_squares(const float* values, std::int64_t count, double* blocks,
+                         kernels::Pool& pool, double& of_unit, std::int64_t& non_finite,
+                         std::int64_t& first);
 }  // namespace detail
 
 template <class Accumulator>
-RankSquares rank_squares(const shard::Layout& layout, int rank, double* blocks,
+RankSquares rank_squares(const shard::Layout& layout, int rank, double* blocks, kernels::Pool& pool,
                          Accumulator&& accumulator) {
   RankSquares result;
   for (std::size_t u = 0; u < layout.units().size(); ++u) {
@@ -58,8 +60,8 @@ RankSquares rank_squares(const shard::Layout& layout, int rank, double* blocks,
             accumulator(static_cast<int>(u), static_cast<int>(s)) + own.lo - rank * seg.shard;
         std::int64_t non_finite = 0;
         std::int64_t first = -1;
-        result.blocks += detail::add_squares(values, own.count(), blocks + result.blocks, of_unit,
-                                             non_finite, first);
+        result.blocks += detail::add_squares(values, own.count(), blocks + result.blocks, pool,
+                                             of_unit, non_finite, first);
         if (non_finite != 0 && result.non_finite == 0) {
           result.first_unit = static_cast<std::int32_t>(u);
           result.first_index = mine;

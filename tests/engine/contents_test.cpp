@@ -349,6 +349,25 @@ TEST(Contents, SubGroupsOfOneElementSevenElementsAndAllGiveTheSameBits) {
   EXPECT_EQ(lab::difference(results[0], results[2]), "");
 }
 
+TEST(Contents, TheNumberOfKernelThreadsChangesNoBit) {
+  std::vector<lab::Tensors> results;
+  for (const int threads : {1, 2, 5}) {
+    lab::Case c;
+    auto unit = c.spec.unit("u");
+    unit.parameter("w", {700001});  // long enough for ranges to be shared out
+    unit.parameter("h", {500003}, {.dtype = DType::bf16});
+    c.world = 2;
+    std::mt19937_64 random(1);
+    c.uses = lab::random_uses(random, c.spec, 2, 2, 1, 100);
+    c.clip = 0.5;
+    c.options.threads = threads;
+    c.bad_tick = 1;
+    results.push_back(lab::train(c));
+  }
+  EXPECT_EQ(lab::difference(results[0], results[1]), "");
+  EXPECT_EQ(lab::difference(results[0], results[2]), "");
+}
+
 TEST(Contents, AnEvaluationThatIsLeftEarlyIsFinishedByAsking) {
   at_every_stage(2, [](const ProcessGroup& group, Stage stage) {
     ModelSpec spec;

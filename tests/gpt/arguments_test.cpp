@@ -316,7 +316,7 @@ TEST_F(Program, MisuseEndsWithCodeTwoAndAMessage) {
       small() + " --gather-budget 1",
       small() + " --gather-budget 99999999999999999999",
       small() + " --device-budget 1",
-      small() + " --log /nowhere/log",
+      small() + " --log /nowhere/log --ranks 2",
       small() + " --optimizer-tier nvme",
       // Legal numbers, but no machine has the memory: refused instead of killed.
       "--data " + file("text") + " --layers 1024 --width 65536 --heads 1",

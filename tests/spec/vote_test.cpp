@@ -29,6 +29,7 @@ TEST(GoldenVote, SumsCountsAndFirstOffenderOfEachRankAndOfAll) {
   ZSHARD_NEED_GOLDEN();
   const ModelSpec spec = golden_model("mixed");
   const shard::Layout layout = shard::Layout::make(spec, 3);
+  kernels::Pool pool(2);
   int cases = 0;
   for (const nlohmann::json& expected : golden("reduction", "vote")) {
     RankSquares total;
@@ -59,7 +60,7 @@ TEST(GoldenVote, SumsCountsAndFirstOffenderOfEachRankAndOfAll) {
         }
       }
       std::vector<double> blocks(static_cast<std::size_t>(count_blocks(layout, rank)));
-      const RankSquares mine = rank_squares(layout, rank, blocks.data(), [&](int u, int s) {
+      const RankSquares mine = rank_squares(layout, rank, blocks.data(), pool, [&](int u, int s) {
         return shards[static_cast<std::size_t>(u)][static_cast<std::size_t>(s)].data();
       });
       const nlohmann::json& of_rank = expected.at("ranks").at(static_cast<std::size_t>(rank));
