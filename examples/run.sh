@@ -7,10 +7,10 @@
 #
 # Without --data it reads the licence texts that every Debian system carries.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 usage() {
-  sed -n '2,8s/^# \{0,1\}//p' "examples/run.sh"
+  sed -n '2,8s/^# \{0,1\}//p' "$root/examples/run.sh"
 }
 
 say() {
@@ -32,6 +32,10 @@ while [ $# -gt 0 ]; do
     --data)
       shift
       while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do
+        if ! [ -r "$1" ]; then
+          echo "run.sh: cannot read '$1'" >&2
+          exit 2
+        fi
         data+=("$(realpath -- "$1")")
         shift
       done
@@ -61,6 +65,7 @@ if [ ${#data[@]} -eq 0 ]; then
   fi
 fi
 
+cd "$root"
 say "Installing what is missing (Debian packages)"
 ./install-dependencies.sh
 

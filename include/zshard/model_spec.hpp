@@ -107,7 +107,8 @@ class UnitBuilder {
   /// f32; for 16-bit dtypes any 2-byte type or void. Throws UsageError if T does not fit
   /// options.dtype. Names and shapes are checked when an engine is made.
   template <class T>
-  ParameterId parameter(const std::string& name, Shape shape, T** data, T** gradient = nullptr,
+  ParameterId parameter(const std::string& name, Shape shape, T** data,
+                        std::type_identity_t<T>** gradient = nullptr,
                         ParameterOptions options = {}) {
     if constexpr (!std::is_void_v<T>) {
       if (sizeof(T) != static_cast<std::size_t>(size_of(options.dtype)) ||

@@ -138,14 +138,17 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     const Board::LaneWords& words = peer.lane[static_cast<std::size_t>(lane)];
     const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
     if (static_cast<std::int32_t>(at - call.count) >= 0) continue;
-    PackedSignature mine{};
-    read_signature(*board_, rank_, call.sequence, &mine);
-    const std::string what = describe_(mine) + " on rank " + std::to_string(rank_) +
-                             " cannot complete: rank " + std::to_string(r);
-    if (gone) return what + " is gone (" + *gone + ")";
-    if (left) return what + " has destroyed its engine";
+    // Only for an error: a wait allocates nothing.
+    const auto what = [&] {
+      PackedSignature mine{};
+      read_signature(*board_, rank_, call.sequence, &mine);
+      return describe_(mine) + " on rank " + std::to_string(rank_) + " cannot complete: rank " +
+             std::to_string(r);
+    };
+    if (gone) return what() + " is gone (" + *gone + ")";
+    if (left) return what() + " has destroyed its engine";
     if (waited > deadline_) {
-      return what + " did not arrive within " + std::to_string(deadline_) +
+      return what() + " did not arrive within " + std::to_string(deadline_) +
              " s; raise deadline_seconds if it is only slow";
     }
   }

@@ -198,7 +198,7 @@ void Core::close() noexcept {
 void Core::prepare_bindings() {
   const shard::Layout& layout = *blueprint_.layout;
   bound_.resize(layout.units().size());
-  binds_.assign(layout.units().size(), 0);
+  announced_.assign(layout.units().size(), {});
   modes_.assign(layout.units().size(), GradientMode::accumulate);
   for (const UnitSpec& unit : blueprint_.spec.units()) {
     for (const ParameterSpec& p : unit.parameters) {
@@ -328,7 +328,7 @@ GradientMode Core::acquire(UnitId unit, Pass pass) {
       unbind(unit);  // no guard will
       throw;
     }
-    return mode;
+    return pass == Pass::backward ? mode : GradientMode::accumulate;
   });
 }
 
@@ -352,6 +352,7 @@ void Core::release(UnitId unit, Pass pass) {
   guarded([&] {
     cursor_->release(unit, pass);
     if (cursor_->held(unit)) {
+      fresh_gradient_ = false;
       bind(unit);
     } else {
       unbind(unit);
@@ -389,9 +390,13 @@ void Core::skip(UnitId unit) {
 
 void Core::bind(UnitId unit) {
   const std::int32_t u = unit.value;
-  binds_[static_cast<std::size_t>(u)] = 1;
   const std::int64_t offset = cursor_->address(unit);
   const bool backward = cursor_->held_backward(unit) >= 0;
+  // Callbacks hear of changes only: a nested use must not announce `overwrite` a second time.
+  Announced& known = announced_[static_cast<std::size_t>(u)];
+  const Announced now{true, offset, backward};
+  const bool changed = now != known || fresh_gradient_;
+  known = now;
   for (const Bound& b : bound_[static_cast<std::size_t>(u)]) {
     std::byte* segment = storage_->replicated(u, b.segment) ? storage_->full(rank_, u, b.segment)
                                                             : storage_->slot(offset, u, b.segment);
@@ -401,14 +406,16 @@ void Core::bind(UnitId unit) {
                          : nullptr;
     b.data.assign(data);
     b.gradient.assign(gradient);
-    if (on_bind_) call_back({b.parameter, data, gradient, modes_[static_cast<std::size_t>(u)]});
+    if (on_bind_ && changed) {
+      call_back({b.parameter, data, gradient, modes_[static_cast<std::size_t>(u)]});
+    }
   }
 }
 
 void Core::unbind(UnitId unit) noexcept {
   const auto u = static_cast<std::size_t>(unit.value);
-  if (u >= binds_.size() || binds_[u] == 0) return;
-  binds_[u] = 0;
+  if (u >= announced_.size() || !announced_[u].bound) return;
+  announced_[u] = {};
   for (const Bound& b : bound_[u]) {
     b.data.assign(nullptr);
     b.gradient.assign(nullptr);

@@ -118,6 +118,13 @@ class Core final : private CursorSink {
     std::int64_t item = 4;
     bool trained = false;
   };
+  /// A unit's addresses follow from where it was gathered and whether it has gradients.
+  struct Announced {
+    bool bound = false;
+    std::int64_t offset = 0;
+    bool backward = false;
+    friend bool operator==(const Announced&, const Announced&) = default;
+  };
   struct HyperClass {
     std::int32_t group = -1;
     double lr_scale = 1.0;
@@ -185,7 +192,7 @@ class Core final : private CursorSink {
   int exceptions_;        // on their way at construction
   std::function<void(const Binding&)> on_bind_;
   std::vector<std::vector<Bound>> bound_;  // per unit, aliases of its parameters included
-  std::vector<char> binds_;                // per unit: its pointers are set
+  std::vector<Announced> announced_;       // per unit: what its pointers are set to
   std::vector<GradientMode> modes_;        // per unit, of the last backward acquire
   bool fresh_gradient_ = false;            // set by use() within acquire
   bool step_vote_ = false;                 // the next issue is the vote of step()

@@ -291,9 +291,8 @@ TEST(Contents, BoundPointersLiveAsLongAsTheGuards) {
     ModelSpec spec;
     auto unit = spec.unit("u");
     const ParameterId id = unit.parameter("w", {5}, &w, &g);
-    unit.parameter<std::uint16_t>("h", {3}, &h, nullptr, {.dtype = DType::bf16, .frozen = true});
-    EXPECT_THROW(unit.parameter<float>("bad", {3}, &w, nullptr, {.dtype = DType::bf16}),
-                 UsageError);
+    unit.parameter("h", {3}, &h, nullptr, {.dtype = DType::bf16, .frozen = true});
+    EXPECT_THROW(unit.parameter("bad", {3}, &w, nullptr, {.dtype = DType::bf16}), UsageError);
     EXPECT_THROW(unit.parameter("bad", {3}, &h), UsageError);
     Engine engine(spec, SGD{}, group, {.stage = stage});
     int events = 0;
@@ -328,6 +327,34 @@ TEST(Contents, BoundPointersLiveAsLongAsTheGuards) {
     }
     engine.step();
     EXPECT_GT(events, 0);
+  });
+}
+
+TEST(Contents, OverwriteIsAnnouncedOnceThoughTheUnitIsUsedAgainInside) {
+  at_every_stage(1, [](const ProcessGroup& group, Stage stage) {
+    ModelSpec spec;
+    auto unit = spec.unit("u");
+    unit.parameter("w", {5});
+    Engine engine(spec, SGD{}, group, {.stage = stage, .gradient_mode = GradientMode::overwrite});
+    int overwrites = 0;
+    engine.on_bind([&](const Binding& b) {
+      overwrites += b.gradient != nullptr && b.mode == GradientMode::overwrite ? 1 : 0;
+    });
+    for ([[maybe_unused]] const MicroStep micro : engine.micro_steps(1)) {
+      EXPECT_EQ(engine.acquire(unit.id(), Pass::backward), GradientMode::overwrite);
+      EXPECT_EQ(engine.acquire(unit.id(), Pass::recompute), GradientMode::accumulate);
+      engine.release(unit.id(), Pass::recompute);
+      EXPECT_EQ(engine.acquire(unit.id(), Pass::backward), GradientMode::accumulate);
+      engine.commit(unit.id());
+      engine.release(unit.id(), Pass::backward);
+      for (int i = 0; i < 5; ++i) {
+        static_cast<float*>(engine.gradient(engine.spec().parameter_id("w")))[i] = 1.0f;
+      }
+      engine.commit(unit.id());
+      engine.release(unit.id(), Pass::backward);
+    }
+    EXPECT_EQ(overwrites, 1);
+    engine.step();
   });
 }
 

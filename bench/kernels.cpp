@@ -1,0 +1,223 @@
+// Element loops of one or two threads, in main memory, against the bandwidth that loops with
+// nothing to compute reach beside them.
+#include <benchmark/benchmark.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bench/common/memory.hpp"
+#include "bench/common/row.hpp"
+#include "optimizers/rules.hpp"
+#include "runtime/kernels/kernels.hpp"
+
+namespace {
+
+using bench::Floats;
+using bench::Row;
+using bench::Sample;
+using zshard::DType;
+using Range = std::function<void(std::int64_t lo, std::int64_t hi)>;
+
+/// Seconds for body(lo, hi) over [0, count), cut into one piece a thread.
+double parallel(int threads, std::int64_t count, const Range& body) {
+  return bench::timed([&] {
+    std::vector<std::thread> others;
+    const auto cut = [&](int t) { return count * t / threads / 1024 * 1024; };
+    for (int t = 1; t < threads; ++t) {
+      others.emplace_back([&, t] { body(cut(t), t + 1 == threads ? count : cut(t + 1)); });
+    }
+    body(0, threads == 1 ? count : cut(1));
+    for (std::thread& other : others) other.join();
+  });
+}
+
+/// The arrays that all rows share, made when the first one runs.
+struct Workspace {
+  explicit Workspace(std::int64_t count)
+      : parameter(count), m(count), v(count), gradient(count), limit(4 * count) {}
+  Floats parameter;
+  Floats m;
+  Floats v;
+  Floats gradient;
+  Floats limit;  // what limits work on: as many bytes as the largest kernel's arrays
+};
+
+Workspace& workspace() {
+  static Workspace all(std::int64_t{bench::quick() ? 16 : 24} << 20);
+  return all;
+}
+
+enum class Limit { update, read, copy };
+
+std::string describe(Limit limit) {
+  switch (limit) {
+    case Limit::update:
+      return "update in place";
+    case Limit::read:
+      return "read";
+    case Limit::copy:
+      return "copy (memcpy)";
+  }
+  return "";
+}
+
+/// Seconds a byte.
+double measure_limit(Limit limit, int threads) {
+  const Floats& x = workspace().limit;
+  const std::int64_t count = x.count();
+  switch (limit) {
+    case Limit::update:
+      return parallel(threads, count,
+                      [&](auto lo, auto hi) { bench::update_in_place(x.data() + lo, hi - lo); }) /
+             static_cast<double>(8 * count);
+    case Limit::read:
+      return parallel(threads, count,
+                      [&](auto lo, auto hi) {
+                        benchmark::DoNotOptimize(bench::read_all(x.data() + lo, hi - lo));
+                      }) /
+             static_cast<double>(4 * count);
+    case Limit::copy: {
+      const std::int64_t half = count / 2;
+      return parallel(threads, half,
+                      [&](auto lo, auto hi) {
+                        std::memcpy(x.data() + half + lo, x.data() + lo,
+                                    static_cast<std::size_t>(hi - lo) * 4);
+                      }) /
+             static_cast<double>(8 * half);
+    }
+  }
+  return 0.0;
+}
+
+/// bytes: that the kernel must move for an element.
+void add_kernel(const std::string& name, double bytes, Limit limit, double target, int threads,
+                const std::string& peers, Range body) {
+  auto turn = std::make_shared<int>(0);
+  const auto measure = [=, body = std::move(body)] {
+    const std::int64_t count = workspace().parameter.count();
+    double kernel = 0.0;
+    double byte = 0.0;
+    // Each goes first as often as the other.
+    for (int half = 0; half < 2; ++half) {
+      if (half == *turn % 2) {
+        kernel = parallel(threads, count, body);
+      } else {
+        byte = measure_limit(limit, threads);
+      }
+    }
+    ++*turn;
+    return Sample{bytes * static_cast<double>(count) / kernel * 1e-9, 1e-9 / byte, kernel};
+  };
+  bench::add({.name = fmt::format("kernels/{}/{} thread{}", name, threads, threads == 1 ? "" : "s"),
+              .unit = "GB/s",
+              .limit = describe(limit),
+              .target = fmt::format("ratio >= {:.2f}", target),
+              .peers = peers,
+              .measure = measure,
+              .repetitions = bench::quick() ? 5 : 21});
+}
+
+/// The passes of a rule, as the engine calls them: in pieces where a 16-bit copy is published.
+Range update(const std::shared_ptr<const zshard::optimizers::Rule>& rule, bool publish) {
+  return [=](std::int64_t lo, std::int64_t hi) {
+    constexpr std::int64_t kPublishChunk = 4096;
+    Workspace& w = workspace();
+    const auto constants = rule->constants(rule->defaults(), 10);
+    // The 16-bit parameters lie where nothing else is: in the arrays of the limit.
+    auto* published = reinterpret_cast<std::uint16_t*>(w.limit.data());
+    const std::int64_t chunk = publish ? kPublishChunk : hi - lo;
+    for (std::int64_t at = lo; at < hi; at += chunk) {
+      zshard::optimizers::Elements e;
+      e.count = std::min(chunk, hi - at);
+      e.parameter = w.parameter.data() + at;
+      e.slots[0] = w.m.data() + at;
+      e.slots[1] = w.v.data() + at;
+      e.gradient = w.gradient.data() + at;
+      e.factor = 0.5f;
+      for (const zshard::optimizers::Pass pass : rule->passes()) pass(e, constants, 10);
+      if (publish) {
+        zshard::kernels::narrow(e.parameter, DType::bf16, published + at, e.count);
+      }
+    }
+  };
+}
+
+void add_optimizers() {
+  const std::string peers =
+      "share of in-place bandwidth (perf.md): DeepSpeed 0.85 / 1.08, torch fused 1.06 / 1.12, "
+      "with 1 / 2 threads";
+  const auto adamw = zshard::optimizers::make_adamw({});
+  const auto sgd = zshard::optimizers::make_sgd({.momentum = 0.9});
+  for (const int threads : {1, 2}) {
+    add_kernel("AdamW f32", 28, Limit::update, 0.90, threads, peers, update(adamw, false));
+  }
+  for (const int threads : {1, 2}) {
+    add_kernel("AdamW bf16, f32 master", 30, Limit::update, 0.90, threads, peers,
+               update(adamw, true));
+  }
+  add_kernel("SGD momentum f32", 20, Limit::update, 0.90, 1, "", update(sgd, false));
+}
+
+void add_sums() {
+  add_kernel("accumulate f32", 12, Limit::copy, 0.85, 1, "", [](auto lo, auto hi) {
+    Workspace& w = workspace();
+    zshard::kernels::accumulate(w.gradient.data() + lo, DType::f32, w.parameter.data() + lo,
+                                hi - lo);
+  });
+  add_kernel("accumulate bf16", 10, Limit::copy, 0.85, 1, "", [](auto lo, auto hi) {
+    Workspace& w = workspace();
+    zshard::kernels::accumulate(reinterpret_cast<std::uint16_t*>(w.gradient.data()) + lo,
+                                DType::bf16, w.parameter.data() + lo, hi - lo);
+  });
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const auto size = size_of(dtype);
+    add_kernel("reduce_add of 2 " + std::string(to_string(dtype)),
+               static_cast<double>(2 * size + 8), Limit::copy, 0.85, 1, "", [=](auto lo, auto hi) {
+                 Workspace& w = workspace();
+                 const auto* a = reinterpret_cast<const std::byte*>(w.gradient.data());
+                 const auto* b = reinterpret_cast<const std::byte*>(w.m.data());
+                 const void* sources[] = {a + lo * size, b + lo * size};
+                 zshard::kernels::reduce_add(sources, 2, dtype, dtype, 0, w.parameter.data() + lo,
+                                             hi - lo);
+               });
+  }
+  add_kernel("block_squares", 4, Limit::read, 0.85, 1, "", [](auto lo, auto hi) {
+    static std::vector<double> blocks(
+        static_cast<std::size_t>(workspace().gradient.count() / zshard::kernels::kSquareBlock + 1));
+    benchmark::DoNotOptimize(
+        zshard::kernels::block_squares(workspace().gradient.data() + lo, hi - lo, blocks.data()));
+  });
+}
+
+void add_casts() {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    const std::string name(to_string(dtype));
+    add_kernel("widen " + name, 6, Limit::copy, 0.85, 1, "", [=](auto lo, auto hi) {
+      Workspace& w = workspace();
+      zshard::kernels::widen(reinterpret_cast<std::uint16_t*>(w.v.data()) + lo, dtype,
+                             w.m.data() + lo, hi - lo);
+    });
+    add_kernel("narrow to " + name, 6, Limit::copy, 0.85, 1, "", [=](auto lo, auto hi) {
+      Workspace& w = workspace();
+      zshard::kernels::narrow(w.gradient.data() + lo, dtype,
+                              reinterpret_cast<std::uint16_t*>(w.v.data()) + lo, hi - lo);
+    });
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  bench::initialize(argc, argv);
+  add_optimizers();
+  add_sums();
+  add_casts();
+  return bench::run();
+}
