@@ -168,8 +168,14 @@ class BareBarrier {
 void meet_job(const ProcessGroup& group, const Arguments& arguments, const Emit& emit) {
   const int calls = std::stoi(arguments[0]);
   BareBarrier bare(group);
-  zshard::comm::Endpoint endpoint(group.implementation(), group.implementation()->make_board(64, 64),
-                                  120.0, [](const auto&) { return std::string("a meeting"); });
+  zshard::comm::Group& implementation = *group.implementation();
+  constexpr std::uint64_t kSignatures = 64;
+  constexpr std::size_t kPayload = 64;
+  zshard::comm::Endpoint endpoint(
+      group.implementation(),
+      implementation.make_board(implementation.make_board_memory(kSignatures, kPayload),
+                                kSignatures, kPayload),
+      120.0, [](const auto&) { return std::string("a meeting"); });
   std::uint64_t sequence = 0;
   for (int i = std::stoi(arguments[1]); i >= 0; --i) {
     const double barrier = together(group, [&] {
@@ -234,16 +240,16 @@ void add_meetings(Ranks ranks, int world) {
   });
   const auto add = [&](const std::string& name, std::size_t column, double meetings) {
     const auto turn = std::make_shared<std::size_t>(0);
-    bench::add({.name = fmt::format("{}/{} {}", name, world, to_string(ranks)),
-                .unit = "us",
-                .limit = meetings == 1.0 ? "one counter, spin and yield" : "the same twice",
-                .target = "",
-                .peers = world == 4 ? "perf.md, 4 ranks on 2 cores: pure spin 4040, futex 51 us"
-                                    : "",
-                .measure = [=] {
-                  const std::vector<double>& line = measured->line((*turn)++);
-                  return bench::Sample{line[column] * 1e6, meetings * line[2] * 1e6, line[column]};
-                }});
+    bench::add(
+        {.name = fmt::format("{}/{} {}", name, world, to_string(ranks)),
+         .unit = "us",
+         .limit = meetings == 1.0 ? "one counter, spin and yield" : "the same twice",
+         .target = "",
+         .peers = world == 4 ? "perf.md, 4 ranks on 2 cores: pure spin 4040, futex 51 us" : "",
+         .measure = [=] {
+           const std::vector<double>& line = measured->line((*turn)++);
+           return bench::Sample{line[column] * 1e6, meetings * line[2] * 1e6, line[column]};
+         }});
   };
   // Both arrive and finish.
   add("barrier", 0, 2.0);

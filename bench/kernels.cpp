@@ -65,6 +65,7 @@ Workspace& workspace() {
   return all;
 }
 
+/// A kernel is limited by what it reads and by what it updates or writes.
 enum class Limit { update, read, copy };
 
 std::string describe(Limit limit) {
@@ -74,7 +75,7 @@ std::string describe(Limit limit) {
     case Limit::read:
       return "read";
     case Limit::copy:
-      return "copy (memcpy)";
+      return "copy, the faster of memcpy and a loop";
   }
   return "";
 }
@@ -95,40 +96,74 @@ double measure_limit(Limit limit, int threads) {
                       }) /
              static_cast<double>(4 * count);
     case Limit::copy: {
+      // Not a multiple of a page away: stores would wait for loads of the same place in a page.
       const std::int64_t half = count / 2;
-      return parallel(threads, half,
-                      [&](auto lo, auto hi) {
-                        std::memcpy(x.data() + half + lo, x.data() + lo,
-                                    static_cast<std::size_t>(hi - lo) * 4);
-                      }) /
-             static_cast<double>(8 * half);
+      const float* from = x.data();
+      float* to = x.data() + count - half + 1040 * 16;
+      const std::int64_t copied = half - 1040 * 16;
+      const double library = parallel(threads, copied, [&](auto lo, auto hi) {
+        std::memcpy(to + lo, from + lo, static_cast<std::size_t>(hi - lo) * 4);
+      });
+      const double loop = parallel(threads, copied, [&](auto lo, auto hi) {
+        bench::copy_loop(from + lo, to + lo, hi - lo);
+      });
+      return std::min(library, loop) / static_cast<double>(8 * copied);
     }
   }
   return 0.0;
 }
 
-/// bytes: that the kernel must move for an element.
-void add_kernel(const std::string& name, double bytes, Limit limit, double target, int threads,
+/// Bytes that a kernel must move for an element, by the bandwidth that bounds them.
+struct Bytes {
+  double update = 0.0;
+  double read = 0.0;
+  double copy = 0.0;
+  [[nodiscard]] double sum() const { return update + read + copy; }
+};
+
+/// Seconds that memory alone takes for the kernel's bytes of an element.
+double measure_limits(const Bytes& bytes, int threads) {
+  double seconds = 0.0;
+  if (bytes.update != 0.0) seconds += bytes.update * measure_limit(Limit::update, threads);
+  if (bytes.read != 0.0) seconds += bytes.read * measure_limit(Limit::read, threads);
+  if (bytes.copy != 0.0) seconds += bytes.copy * measure_limit(Limit::copy, threads);
+  return seconds;
+}
+
+std::string describe(const Bytes& bytes) {
+  std::string text;
+  const auto add = [&](double count, Limit limit) {
+    if (count == 0.0) return;
+    text += fmt::format("{}{:g} B {}", text.empty() ? "" : " + ", count, describe(limit));
+  };
+  add(bytes.update, Limit::update);
+  add(bytes.read, Limit::read);
+  add(bytes.copy, Limit::copy);
+  return text;
+}
+
+void add_kernel(const std::string& name, const Bytes& bytes, double target, int threads,
                 const std::string& peers, Range body) {
   auto turn = std::make_shared<int>(0);
   const auto measure = [=, body = std::move(body)] {
     const std::int64_t count = workspace().parameter.count();
     double kernel = 0.0;
-    double byte = 0.0;
+    double limit = 0.0;
     // Each goes first as often as the other.
     for (int half = 0; half < 2; ++half) {
       if (half == *turn % 2) {
         kernel = parallel(threads, count, body);
       } else {
-        byte = measure_limit(limit, threads);
+        limit = measure_limits(bytes, threads);
       }
     }
     ++*turn;
-    return Sample{bytes * static_cast<double>(count) / kernel * 1e-9, 1e-9 / byte, kernel};
+    return Sample{bytes.sum() * static_cast<double>(count) / kernel * 1e-9,
+                  bytes.sum() / limit * 1e-9, kernel};
   };
   bench::add({.name = fmt::format("kernels/{}/{} thread{}", name, threads, threads == 1 ? "" : "s"),
               .unit = "GB/s",
-              .limit = describe(limit),
+              .limit = describe(bytes),
               .target = fmt::format("ratio >= {:.2f}", target),
               .peers = peers,
               .measure = measure,
@@ -138,7 +173,7 @@ void add_kernel(const std::string& name, double bytes, Limit limit, double targe
 /// The passes of a rule, as the engine calls them: in pieces where a 16-bit copy is published.
 Range update(const std::shared_ptr<const zshard::optimizers::Rule>& rule, bool publish) {
   return [=](std::int64_t lo, std::int64_t hi) {
-    constexpr std::int64_t kPublishChunk = 4096;
+    constexpr std::int64_t kPublishChunk = 1024;
     Workspace& w = workspace();
     const auto constants = rule->constants(rule->defaults(), 10);
     // The 16-bit parameters lie where nothing else is: in the arrays of the limit.
@@ -167,22 +202,21 @@ void add_optimizers() {
   const auto adamw = zshard::optimizers::make_adamw({});
   const auto sgd = zshard::optimizers::make_sgd({.momentum = 0.9});
   for (const int threads : {1, 2}) {
-    add_kernel("AdamW f32", 28, Limit::update, 0.90, threads, peers, update(adamw, false));
+    add_kernel("AdamW f32", {.update = 28}, 0.90, threads, peers, update(adamw, false));
   }
   for (const int threads : {1, 2}) {
-    add_kernel("AdamW bf16, f32 master", 30, Limit::update, 0.90, threads, peers,
-               update(adamw, true));
+    add_kernel("AdamW bf16, f32 master", {.update = 30}, 0.90, threads, peers, update(adamw, true));
   }
-  add_kernel("SGD momentum f32", 20, Limit::update, 0.90, 1, "", update(sgd, false));
+  add_kernel("SGD momentum f32", {.update = 20}, 0.90, 1, "", update(sgd, false));
 }
 
 void add_sums() {
-  add_kernel("accumulate f32", 12, Limit::copy, 0.85, 1, "", [](auto lo, auto hi) {
+  add_kernel("accumulate f32", {.update = 8, .read = 4}, 0.85, 1, "", [](auto lo, auto hi) {
     Workspace& w = workspace();
     zshard::kernels::accumulate(w.gradient.data() + lo, DType::f32, w.parameter.data() + lo,
                                 hi - lo);
   });
-  add_kernel("accumulate bf16", 10, Limit::copy, 0.85, 1, "", [](auto lo, auto hi) {
+  add_kernel("accumulate bf16", {.update = 8, .read = 2}, 0.85, 1, "", [](auto lo, auto hi) {
     Workspace& w = workspace();
     zshard::kernels::accumulate(reinterpret_cast<std::uint16_t*>(w.gradient.data()) + lo,
                                 DType::bf16, w.parameter.data() + lo, hi - lo);
@@ -190,7 +224,8 @@ void add_sums() {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const auto size = size_of(dtype);
     add_kernel("reduce_add of 2 " + std::string(to_string(dtype)),
-               static_cast<double>(2 * size + 8), Limit::copy, 0.85, 1, "", [=](auto lo, auto hi) {
+               {.update = 8, .read = static_cast<double>(2 * size)}, 0.85, 1, "",
+               [=](auto lo, auto hi) {
                  Workspace& w = workspace();
                  const auto* a = reinterpret_cast<const std::byte*>(w.gradient.data());
                  const auto* b = reinterpret_cast<const std::byte*>(w.m.data());
@@ -199,7 +234,7 @@ void add_sums() {
                                              hi - lo);
                });
   }
-  add_kernel("block_squares", 4, Limit::read, 0.85, 1, "", [](auto lo, auto hi) {
+  add_kernel("block_squares", {.read = 4}, 0.85, 1, "", [](auto lo, auto hi) {
     static std::vector<double> blocks(
         static_cast<std::size_t>(workspace().gradient.count() / zshard::kernels::kSquareBlock + 1));
     benchmark::DoNotOptimize(
@@ -210,12 +245,12 @@ void add_sums() {
 void add_casts() {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     const std::string name(to_string(dtype));
-    add_kernel("widen " + name, 6, Limit::copy, 0.85, 1, "", [=](auto lo, auto hi) {
+    add_kernel("widen " + name, {.copy = 6}, 0.85, 1, "", [=](auto lo, auto hi) {
       Workspace& w = workspace();
       zshard::kernels::widen(reinterpret_cast<std::uint16_t*>(w.v.data()) + lo, dtype,
                              w.m.data() + lo, hi - lo);
     });
-    add_kernel("narrow to " + name, 6, Limit::copy, 0.85, 1, "", [=](auto lo, auto hi) {
+    add_kernel("narrow to " + name, {.copy = 6}, 0.85, 1, "", [=](auto lo, auto hi) {
       Workspace& w = workspace();
       zshard::kernels::narrow(w.gradient.data() + lo, dtype,
                               reinterpret_cast<std::uint16_t*>(w.v.data()) + lo, hi - lo);

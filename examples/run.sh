@@ -17,7 +17,7 @@ say() {
   printf '\n== %s\n' "$*"
 }
 
-steps=1500
+steps=1200
 data=()
 while [ $# -gt 0 ]; do
   case "$1" in

@@ -25,9 +25,8 @@ std::vector<std::string> environment(const std::vector<std::string>& variables) 
   std::vector<std::string> result = variables;
   for (char** at = environ; *at != nullptr; ++at) {
     const std::string entry(*at);
-    const bool replaced = std::any_of(variables.begin(), variables.end(), [&](const auto& mine) {
-      return name(mine) == name(entry);
-    });
+    const bool replaced = std::any_of(variables.begin(), variables.end(),
+                                      [&](const auto& mine) { return name(mine) == name(entry); });
     if (!replaced) result.push_back(entry);
   }
   return result;
@@ -42,8 +41,7 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 
 }  // namespace
 
-Child::Child(const std::vector<std::string>& arguments,
-             const std::vector<std::string>& variables) {
+Child::Child(const std::vector<std::string>& arguments, const std::vector<std::string>& variables) {
   // A child that has ended must be an error to write to, not a signal.
   ::signal(SIGPIPE, SIG_IGN);
   std::vector<std::string> argument_texts = {"/proc/self/exe"};
@@ -125,10 +123,10 @@ void Child::finish() {
   }
   pid_ = -1;
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
-  throw std::runtime_error(WIFSIGNALED(status)
-                               ? fmt::format("a rank was ended by signal {}", WTERMSIG(status))
-                               : fmt::format("a rank ended with code {}; its message is above",
-                                             WEXITSTATUS(status)));
+  throw std::runtime_error(
+      WIFSIGNALED(status)
+          ? fmt::format("a rank was ended by signal {}", WTERMSIG(status))
+          : fmt::format("a rank ended with code {}; its message is above", WEXITSTATUS(status)));
 }
 
 std::vector<std::string> launcher_variables(int rank, int world, int job) {

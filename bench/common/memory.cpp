@@ -27,8 +27,7 @@ ZSHARD_INLINE void add_loop(const float* const* x, float* __restrict acc, std::i
 
 }  // namespace
 
-Floats::Floats(std::int64_t count)
-    : count_(count), arena_(zshard::memory::Arena::make(count * 4)) {
+Floats::Floats(std::int64_t count) : count_(count), arena_(zshard::memory::Arena::make(count * 4)) {
   // Different values, so that no page or line can be folded into another.
   float* x = data();
   for (std::int64_t i = 0; i < count; ++i) x[i] = 0.5f + static_cast<float>(i % 1021) * 0x1p-11f;

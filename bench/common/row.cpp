@@ -79,8 +79,8 @@ void add(Row row) {
       {"unit", row.unit}, {"limit", row.limit}, {"target", row.target}, {"peers", row.peers}};
   const int count = row.repetitions == 0 ? repetitions() : row.repetitions;
   const std::string name = row.name;
-  const auto measure = [text = label.dump(), shared = std::make_shared<Row>(std::move(row))](
-                           benchmark::State& state) {
+  const auto measure = [text = label.dump(),
+                        shared = std::make_shared<Row>(std::move(row))](benchmark::State& state) {
     for ([[maybe_unused]] const auto iteration : state) {
       try {
         const Sample sample = shared->measure();

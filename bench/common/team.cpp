@@ -23,14 +23,13 @@ std::map<std::string, Job>& jobs() {
 std::vector<std::vector<double>> run_threads(int world, const Job& job,
                                              const Arguments& arguments) {
   std::vector<std::vector<double>> lines;
-  zshard::run_ranks(
-      world,
-      [&](const zshard::ProcessGroup& group) {
-        job(group, arguments, [&](const std::vector<double>& line) {
-          if (group.rank() == 0) lines.push_back(line);
-        });
-      },
-      {.deadline_seconds = 120});
+  zshard::run_ranks(world,
+                    [&](const zshard::ProcessGroup& group) {
+                      job(group, arguments, [&](const std::vector<double>& line) {
+                        if (group.rank() == 0) lines.push_back(line);
+                      });
+                    },
+                    {.deadline_seconds = 120});
   return lines;
 }
 

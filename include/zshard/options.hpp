@@ -50,6 +50,7 @@ struct EngineOptions {
   int test_delay_microseconds = 0;  ///< for tests: random pause of up to this before a collective
   bool poison_slots =
       false;  ///< fill freed slots and gradient padding with NaN: finds reads of stale memory
+  std::string log_dir{};  ///< directory for a report of the last collectives after a failure
 };
 
 /// One row of the table.

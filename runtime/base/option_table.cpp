@@ -138,6 +138,24 @@ Codec<std::string> directories() {
           .format = [](const std::string& value) { return value; }};
 }
 
+// One directory, or "".
+Codec<std::string> directory() {
+  constexpr std::size_t kMost = 4095;  // a path of the system
+  return {.type = "text",
+          .range = "a directory, at most " + std::to_string(kMost) +
+                   " bytes, no control characters; unset",
+          .parse = [](std::string_view text) -> std::optional<std::string> {
+            if (text.empty() || text == "unset") return std::string();
+            if (text.size() > kMost) return std::nullopt;
+            for (const char c : text) {
+              const auto byte = static_cast<unsigned char>(c);
+              if (byte < 0x20 || byte == 0x7F) return std::nullopt;
+            }
+            return std::string(text);
+          },
+          .format = [](const std::string& value) { return value; }};
+}
+
 template <class T>
 inline constexpr bool kOptional = false;
 template <class T>
@@ -352,6 +370,11 @@ std::vector<OptionRow> make_rows() {
           {.name = "poison_slots",
            .help = "fill freed slots and gradient padding with NaN: finds reads of stale memory"},
           [](auto& o) -> auto& { return o.poison_slots; }, boolean()),
+      row(
+          {.name = "log_dir",
+           .help = "directory for a report of the last collectives after a failure; it must be "
+                   "there. Unset: only the error's message"},
+          [](auto& o) -> auto& { return o.log_dir; }, directory()),
   };
 }
 

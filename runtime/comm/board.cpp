@@ -24,6 +24,14 @@ Board::Board(std::shared_ptr<memory::Arena> memory, int world, std::uint64_t sig
       payloads_(reinterpret_cast<std::byte*>(signatures_ +
                                              static_cast<std::size_t>(world) * signatures)) {}
 
+bool Board::read_signature(int r, std::uint64_t sequence, PackedSignature* out) {
+  const Signature& slot = signature(r, sequence);
+  if (slot.stamp.load(std::memory_order_acquire) != sequence + 1) return false;
+  for (std::size_t i = 0; i < out->size(); ++i)
+    (*out)[i] = slot.words[i].load(std::memory_order_acquire);
+  return slot.stamp.load(std::memory_order_acquire) == sequence + 1;
+}
+
 void Board::fail(const std::string& message) {
   std::uint32_t fine = 0;
   if (!header_->failed.compare_exchange_strong(fine, 1)) {

@@ -61,6 +61,8 @@ class Board {
   [[nodiscard]] Signature& signature(int r, std::uint64_t sequence) {
     return signatures_[static_cast<std::size_t>(r) * capacity_ + sequence % capacity_];
   }
+  /// False if the slot does not hold that sequence number: not published yet, or long overwritten.
+  bool read_signature(int r, std::uint64_t sequence, PackedSignature* out);
   [[nodiscard]] std::uint64_t capacity() const { return capacity_; }
   [[nodiscard]] std::byte* payload(int r) {
     return payloads_ + static_cast<std::size_t>(r) * payload_bytes_;

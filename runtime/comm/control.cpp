@@ -83,7 +83,17 @@ Control::Control(ControlBoard board, int rank, double deadline_seconds,
                  std::function<std::optional<std::string>(int)> gone)
     : board_(board), rank_(rank), deadline_(deadline_seconds), gone_(std::move(gone)) {}
 
+bool Control::everyone(bool arrival, std::uint32_t call) const {
+  for (int r = 0; r < board_.world(); ++r) {
+    const ControlBoard::Rank& peer = board_.rank(r);
+    const std::uint32_t at = (arrival ? peer.arrived : peer.done).load(std::memory_order_acquire);
+    if (static_cast<std::int32_t>(at - call) < 0) return false;
+  }
+  return true;
+}
+
 void Control::meet(const ControlSignature& signature, const std::function<void()>& move) {
+  mark_.check("a process group");
   const auto refuse = [&] {
     throw CommError(describe(signature) + " on rank " + std::to_string(rank_) +
                     ": the group has failed: " + board_.why());
@@ -103,16 +113,21 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   std::string lost;
   // A rank that is missing at this stage; "" if none is lost yet.
   const auto missing = [&](bool arrival, double deadline) {
+    // A rank writes its word, then counts itself; it may die or be stopped in between.
+    const bool uncounted = everyone(arrival, call);
     for (int r = 0; r < board_.world(); ++r) {
       const auto reason = gone_(r);  // before its words: a rank may arrive and then leave
       const ControlBoard::Rank& peer = board_.rank(r);
       const std::uint32_t at = (arrival ? peer.arrived : peer.done).load(std::memory_order_acquire);
-      if (static_cast<std::int32_t>(at - call) >= 0) continue;
+      if (static_cast<std::int32_t>(at - call) >= 0 && !(uncounted && reason)) continue;
       if (reason) return "rank " + std::to_string(r) + " is gone (" + *reason + ")";
       if (waited() > deadline) {
         return "rank " + std::to_string(r) + " did not " + (arrival ? "arrive" : "finish") +
                " within " + std::to_string(deadline) + " s; raise the deadline if it is only slow";
       }
+    }
+    if (uncounted && waited() > deadline) {
+      return "a rank stopped on its way for " + std::to_string(deadline) + " s";
     }
     return std::string();
   };
@@ -143,11 +158,13 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   me.done.store(call, std::memory_order_release);
   board_.done().add();
   // Peers read this rank's memory until they are done.
+  bool complete = false;
   const auto poll_done = [&] {
-    lost = missing(false, 2 * deadline_);
-    return !lost.empty();
+    complete = everyone(false, call);  // whatever the counter lost by a rank's death
+    if (!complete) lost = missing(false, 2 * deadline_);
+    return complete || !lost.empty();
   };
-  if (!board_.done().wait(call * world, poll_done)) {
+  if (!board_.done().wait(call * world, poll_done) && !complete) {
     board_.breaks(describe(signature) + ": " + lost);
     throw CommError(describe(signature) + " on rank " + std::to_string(rank_) + ": " + lost);
   }

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "runtime/base/fork.hpp"
 #include "runtime/base/futex.hpp"
 #include "runtime/comm/group.hpp"
 
@@ -74,16 +75,23 @@ class Control {
   Control(ControlBoard board, int rank, double deadline_seconds,
           std::function<std::optional<std::string>(int)> gone);
 
-  /// move() runs between arrival and done of all ranks. CommError as Group says.
+  /// move() runs between arrival and done of all ranks. CommError as Group says; UsageError in a
+  /// forked child.
   void meet(const ControlSignature& signature, const std::function<void()>& move);
   [[nodiscard]] const ControlBoard& board() const { return board_; }
+  /// False in a forked child, whose parent's words these are.
+  [[nodiscard]] bool here() const { return mark_.here(); }
 
  private:
+  /// Whether every rank's own word says that it has come to the call, or finished it.
+  [[nodiscard]] bool everyone(bool arrival, std::uint32_t call) const;
+
   ControlBoard board_;
   int rank_;
   double deadline_;
   std::function<std::optional<std::string>(int)> gone_;
   std::uint32_t calls_ = 0;
+  base::ProcessMark mark_;
 };
 
 }  // namespace zshard::comm

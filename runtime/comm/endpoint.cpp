@@ -7,18 +7,6 @@
 #include "zshard/error.hpp"
 
 namespace zshard::comm {
-namespace {
-
-// False if the slot does not hold that sequence number: not published yet, or long overwritten.
-bool read_signature(Board& board, int r, std::uint64_t sequence, PackedSignature* out) {
-  const Board::Signature& slot = board.signature(r, sequence);
-  if (slot.stamp.load(std::memory_order_acquire) != sequence + 1) return false;
-  for (std::size_t i = 0; i < out->size(); ++i)
-    (*out)[i] = slot.words[i].load(std::memory_order_acquire);
-  return slot.stamp.load(std::memory_order_acquire) == sequence + 1;
-}
-
-}  // namespace
 
 Endpoint::Endpoint(std::shared_ptr<Group> group, std::shared_ptr<Board> board,
                    double deadline_seconds,
@@ -28,7 +16,8 @@ Endpoint::Endpoint(std::shared_ptr<Group> group, std::shared_ptr<Board> board,
       deadline_(deadline_seconds),
       describe_(std::move(describe)),
       rank_(group_->rank()),
-      world_(group_->size()) {}
+      world_(group_->size()),
+      recorder_(board_->capacity()) {}
 
 Endpoint::~Endpoint() {
   board_->rank(rank_).left.store(1, std::memory_order_release);
@@ -39,6 +28,7 @@ Endpoint::~Endpoint() {
 }
 
 void Endpoint::publish(std::uint64_t sequence, const PackedSignature& signature) {
+  recorder_.issue(sequence);
   Board::Signature& slot = board_->signature(rank_, sequence);
   slot.stamp.store(0, std::memory_order_release);
   for (std::size_t i = 0; i < signature.size(); ++i) {
@@ -53,11 +43,13 @@ void Endpoint::meet(Lane lane, std::uint64_t sequence, std::uint64_t payload) {
   ++call.count;
   call.sequence = sequence;
   Board::LaneWords& words = board_->rank(rank_).lane[static_cast<std::size_t>(lane)];
+  recorder_.arrive(lane, sequence);
   words.sequence.store(sequence, std::memory_order_relaxed);
   words.payload.store(payload, std::memory_order_relaxed);
   words.arrived.store(call.count, std::memory_order_release);
   board_->meeting(lane).arrived.add();
   await(lane, true);
+  recorder_.meet(lane);
   // Ranks may meet in one lane with different numbers; then they differ at the lower one.
   std::uint64_t lowest = sequence;
   for (int r = 0; r < world_; ++r) {
@@ -71,7 +63,7 @@ void Endpoint::meet(Lane lane, std::uint64_t sequence, std::uint64_t payload) {
   }
   if (!different.empty()) {
     board_->fail(different);
-    throw_failure();
+    throw_failure(different);
   }
 }
 
@@ -85,6 +77,19 @@ void Endpoint::finish(Lane lane) {
   words.done.store(calls_[static_cast<std::size_t>(lane)].count, std::memory_order_release);
   board_->meeting(lane).done.add();
   await(lane, false);
+  recorder_.finish(lane);
+}
+
+// The ranks' own words decide; the counter, of one word, is the quick way to see the same. A rank
+// that dies or is stopped between its word and the counter has come all the same.
+bool Endpoint::everyone(Lane lane, bool arrival) const {
+  const Call& call = calls_[static_cast<std::size_t>(lane)];
+  for (int r = 0; r < world_; ++r) {
+    const Board::LaneWords& words = board_->rank(r).lane[static_cast<std::size_t>(lane)];
+    const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
+    if (static_cast<std::int32_t>(at - call.count) < 0) return false;
+  }
+  return true;
 }
 
 void Endpoint::await(Lane lane, bool arrival) {
@@ -92,29 +97,29 @@ void Endpoint::await(Lane lane, bool arrival) {
   Board::Meeting& meeting = board_->meeting(lane);
   base::Counter& counter = arrival ? meeting.arrived : meeting.done;
   const auto start = std::chrono::steady_clock::now();
-  bool broken = false;
+  bool complete = false;
+  std::string cause;
   const bool reached = counter.wait(call.count * static_cast<std::uint32_t>(world_), [&] {
-    if (board_->failed()) return broken = true;
+    // A failure does not undo a meeting that took place: what every rank has come to is still
+    // completed.
+    complete = everyone(lane, arrival);
+    if (complete || board_->failed()) return true;
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-    std::string cause = mismatch(call.sequence);
+    cause = mismatch(call.sequence);
     if (cause.empty()) cause = missing(lane, arrival, waited.count());
     if (cause.empty()) return false;
     board_->fail(cause);
-    return broken = true;
+    return true;
   });
-  // A failure does not undo a meeting that took place: what every rank has come to is still
-  // completed.
-  if (!reached || (broken && !counter.reached(call.count * static_cast<std::uint32_t>(world_)))) {
-    throw_failure();
-  }
+  if (!reached && !complete) throw_failure(cause);
 }
 
 std::string Endpoint::mismatch(std::uint64_t sequence) const {
   PackedSignature mine;
-  if (!read_signature(*board_, rank_, sequence, &mine)) return {};
+  if (!board_->read_signature(rank_, sequence, &mine)) return {};
   for (int r = 0; r < world_; ++r) {
     PackedSignature other;
-    if (r == rank_ || !read_signature(*board_, r, sequence, &other) || other == mine) continue;
+    if (r == rank_ || !board_->read_signature(r, sequence, &other) || other == mine) continue;
     const auto text = [&](int who, const PackedSignature& what) {
       return "rank " + std::to_string(who) + ": " + describe_(what);
     };
@@ -141,22 +146,24 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     // Only for an error: a wait allocates nothing.
     const auto what = [&] {
       PackedSignature mine{};
-      read_signature(*board_, rank_, call.sequence, &mine);
+      board_->read_signature(rank_, call.sequence, &mine);
       return describe_(mine) + " on rank " + std::to_string(rank_) + " cannot complete: rank " +
              std::to_string(r);
     };
     if (gone) return what() + " is gone (" + *gone + ")";
     if (left) return what() + " has destroyed its engine";
     if (waited > deadline_) {
-      return what() + " did not arrive within " + std::to_string(deadline_) +
-             " s; raise deadline_seconds if it is only slow";
+      return what() + " did not " + (arrival ? "arrive" : "finish") + " within " +
+             std::to_string(deadline_) + " s; raise deadline_seconds if it is only slow";
     }
   }
   return {};
 }
 
-void Endpoint::throw_failure() const {
+void Endpoint::throw_failure(const std::string& own) const {
+  // A rank that dies as it writes the board's message leaves none.
   std::string message = board_->failure();
+  if (message.empty()) message = own;
   throw CommError(message.empty() ? "a peer failed" : message);
 }
 

@@ -12,6 +12,7 @@
 
 #include "runtime/comm/board.hpp"
 #include "runtime/comm/group.hpp"
+#include "runtime/comm/recorder.hpp"
 
 namespace zshard::comm {
 
@@ -47,15 +48,21 @@ class Endpoint {
   [[nodiscard]] bool failed() const { return board_->failed(); }
   [[nodiscard]] std::string failure() const { return board_->failure(); }
 
+  /// The watchdog's report: this rank's last collectives, and where every rank stands.
+  /// docs/errors.md explains it. From any thread.
+  [[nodiscard]] std::string report() const;
+
  private:
   struct Call {
     std::uint32_t count = 0;  // collectives of this lane so far, this one included
     std::uint64_t sequence = 0;
   };
   void await(Lane lane, bool arrival);
+  bool everyone(Lane lane, bool arrival) const;
   std::string mismatch(std::uint64_t sequence) const;
   std::string missing(Lane lane, bool arrival, double waited) const;
-  [[noreturn]] void throw_failure() const;
+  /// own: what this rank says if the board's message cannot be read.
+  [[noreturn]] void throw_failure(const std::string& own) const;
 
   std::shared_ptr<Group> group_;
   std::shared_ptr<Board> board_;
@@ -64,6 +71,7 @@ class Endpoint {
   int rank_;
   int world_;
   Call calls_[kLanes];
+  Recorder recorder_;
 };
 
 }  // namespace zshard::comm

@@ -26,11 +26,15 @@ std::string to_string(Operation operation) {
   return "?";
 }
 
-std::shared_ptr<Board> Group::make_board(std::uint64_t signatures, std::size_t payload_bytes) {
+std::shared_ptr<memory::Arena> Group::make_board_memory(std::uint64_t signatures,
+                                                        std::size_t payload_bytes) {
   const std::size_t bytes = Board::bytes(size(), signatures, payload_bytes);
-  // Every rank offers memory, since share() is symmetric; all use rank 0's.
-  auto offered = make_arena(rank() == 0 ? static_cast<std::int64_t>(bytes) : 64);
-  std::shared_ptr<memory::Arena> used = share(std::move(offered))[0];
+  return make_arena(rank() == 0 ? static_cast<std::int64_t>(bytes) : 64);
+}
+
+std::shared_ptr<Board> Group::make_board(std::shared_ptr<memory::Arena> memory,
+                                         std::uint64_t signatures, std::size_t payload_bytes) {
+  std::shared_ptr<memory::Arena> used = share(std::move(memory))[0];
   return std::make_shared<Board>(std::move(used), size(), signatures, payload_bytes);
 }
 

@@ -67,8 +67,16 @@ class Group {
   /// Ranks of this group on this machine: they share its memory and cores.
   [[nodiscard]] virtual int ranks_here() const = 0;
 
+  /// What make_board() takes; not collective. Every rank offers memory, since share() is symmetric.
+  /// Throws OutOfMemory.
+  std::shared_ptr<memory::Arena> make_board_memory(std::uint64_t signatures,
+                                                   std::size_t payload_bytes);
   /// Collective: one board for all ranks, in memory of rank 0.
-  std::shared_ptr<Board> make_board(std::uint64_t signatures, std::size_t payload_bytes);
+  std::shared_ptr<Board> make_board(std::shared_ptr<memory::Arena> memory, std::uint64_t signatures,
+                                    std::size_t payload_bytes);
+  std::shared_ptr<Board> make_board(std::uint64_t signatures, std::size_t payload_bytes) {
+    return make_board(make_board_memory(signatures, payload_bytes), signatures, payload_bytes);
+  }
 };
 
 /// A group of one rank, in this thread.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "zshard/error.hpp"
@@ -11,14 +12,23 @@ namespace zshard::comm {
 MachineGroup::MachineGroup(const Placement& place, double deadline_seconds)
     : rendezvous_(Rendezvous::join(place, deadline_seconds)) {
   const std::size_t bytes = ControlBoard::bytes(place.world);
-  board_ =
-      pass(memory::Arena::make_shared(place.rank == 0 ? static_cast<std::int64_t>(bytes) : 64))[0];
+  std::shared_ptr<memory::Arena> offered;
+  std::exception_ptr own;
+  try {
+    offered = memory::Arena::make_shared(place.rank == 0 ? static_cast<std::int64_t>(bytes) : 64);
+  } catch (...) {
+    own = std::current_exception();
+  }
+  rendezvous_->settle(own);
+  board_ = pass(std::move(offered))[0];
   control_ = std::make_unique<Control>(ControlBoard(board_->data(), place.world), place.rank,
                                        deadline_seconds, [this](int r) { return gone(r); });
 }
 
 MachineGroup::~MachineGroup() {
-  if (control_ != nullptr) control_->board().leave(rank(), "it has left its process group");
+  // A forked child's copy must not speak for its parent.
+  if (control_ != nullptr && control_->here())
+    control_->board().leave(rank(), "it has left its process group");
 }
 
 void MachineGroup::exchange(const ControlSignature& signature, const void* mine, void* all) {
@@ -65,16 +75,17 @@ std::shared_ptr<memory::Arena> MachineGroup::make_arena(std::int64_t bytes) {
 
 std::vector<std::shared_ptr<memory::Arena>> MachineGroup::pass(
     std::shared_ptr<memory::Arena> mine) {
-  auto passed = rendezvous_->pass(mine->descriptor(), static_cast<std::uint64_t>(mine->bytes()));
   std::vector<std::shared_ptr<memory::Arena>> all;
-  for (std::size_t r = 0; r < passed.size(); ++r) {
-    if (static_cast<int>(r) == rendezvous_->rank()) {
-      all.push_back(mine);
-    } else {
-      all.push_back(memory::Arena::map(std::move(passed[r].descriptor),
-                                       static_cast<std::int64_t>(passed[r].number)));
-    }
-  }
+  rendezvous_->pass(
+      mine->descriptor(), static_cast<std::uint64_t>(mine->bytes()),
+      [&](std::vector<Rendezvous::Passed>& passed) {
+        for (std::size_t r = 0; r < passed.size(); ++r) {
+          const auto bytes = static_cast<std::int64_t>(passed[r].number);
+          all.push_back(static_cast<int>(r) == rank()
+                            ? mine
+                            : memory::Arena::map(std::move(passed[r].descriptor), bytes));
+        }
+      });
   return all;
 }
 

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -89,9 +88,11 @@ void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions op
   }
   if (!fn) throw UsageError("run_ranks: no function");
   const auto world = comm::make_thread_world(n, options.deadline_seconds);
-  std::mutex mutex;
-  std::exception_ptr first;
-  std::int64_t first_time = 0;
+  struct Failure {
+    std::exception_ptr error;
+    std::int64_t time = 0;
+  };
+  std::vector<Failure> failures(static_cast<std::size_t>(n));
   std::vector<std::thread> threads;
   // An exception is caught here only after destructors have told the peers, whose CommErrors may
   // be caught before it: it counts from when they were told.
@@ -99,10 +100,7 @@ void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions op
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     std::int64_t time = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
     if (!consequence && group.failing_since() != 0) time = group.failing_since();
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (first != nullptr && first_time <= time) return;
-    first = std::current_exception();
-    first_time = time;
+    failures[static_cast<std::size_t>(group.rank())] = {std::current_exception(), time};
   };
   const auto body = [&](int rank) {
     const auto group = std::make_shared<comm::ThreadGroup>(world, rank);
@@ -131,7 +129,12 @@ void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions op
     throw OutOfMemory("run_ranks: cannot start " + std::to_string(n) + " threads: " + error.what());
   }
   for (std::thread& thread : threads) thread.join();
-  if (first != nullptr) std::rethrow_exception(first);
+  const Failure* first = nullptr;
+  for (const Failure& failure : failures) {
+    if (failure.error == nullptr) continue;
+    if (first == nullptr || failure.time < first->time) first = &failure;
+  }
+  if (first != nullptr) std::rethrow_exception(first->error);
 }
 
 }  // namespace zshard

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <new>
 #include <thread>
 
 #include "zshard/error.hpp"
@@ -30,10 +31,36 @@ struct Hello {
   std::int32_t world = 0;
 };
 
+enum Refusal : std::uint32_t { kFine, kCommunication, kMemory };
+
 struct Reply {
-  std::uint32_t refused = 0;
+  std::uint32_t refused = kFine;
   std::array<char, 500> reason{};
 };
+
+Reply refusal(Refusal kind, const std::string& reason) {
+  Reply reply;
+  reply.refused = kind;
+  std::memcpy(reply.reason.data(), reason.data(), std::min(reason.size(), reply.reason.size() - 1));
+  return reply;
+}
+
+/// What an error of a rank, or null, is to its peers.
+Reply verdict_of(const std::exception_ptr& own, int rank) {
+  if (own == nullptr) return {};
+  const std::string who = "rank " + std::to_string(rank) + ": ";
+  try {
+    std::rethrow_exception(own);
+  } catch (const OutOfMemory& error) {
+    return refusal(kMemory, who + error.what());
+  } catch (const std::bad_alloc&) {
+    return refusal(kMemory, who + "out of memory while the ranks met");
+  } catch (const std::exception& error) {
+    return refusal(kCommunication, who + error.what());
+  } catch (...) {
+    return refusal(kCommunication, who + "an unknown exception while the ranks met");
+  }
+}
 
 std::string failure(const std::string& what) {
   return what + ": " + std::strerror(errno);
@@ -85,9 +112,12 @@ bool send_message(int socket, const void* data, std::size_t bytes, const int* de
     std::memcpy(CMSG_DATA(header), descriptors, sizeof(int) * count);
   }
   ssize_t sent = 0;
-  do {
+  // ETOOMANYREFS: as many descriptors of this user are on their way as a process may have open.
+  for (int patience = 2000; patience > 0; --patience) {
     sent = sendmsg(socket, &message, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
+    if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS)) break;
+    if (errno == ETOOMANYREFS) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   return sent == static_cast<ssize_t>(bytes);
 }
 
@@ -135,9 +165,7 @@ bool readable(int socket, const Deadline& deadline) {
 }
 
 void refuse(int socket, const std::string& reason) {
-  Reply reply;
-  reply.refused = 1;
-  std::memcpy(reply.reason.data(), reason.data(), std::min(reason.size(), reply.reason.size() - 1));
+  const Reply reply = refusal(kCommunication, reason);
   send_message(socket, &reply, sizeof reply);
 }
 
@@ -152,7 +180,13 @@ std::unique_ptr<Rendezvous> Rendezvous::join(const Placement& place, double dead
   } else {
     self->find_rank_zero();
   }
-  self->watch();
+  std::exception_ptr own;
+  try {
+    self->watch();
+  } catch (const CommError&) {
+    own = std::current_exception();
+  }
+  self->settle(own);
   return self;
 }
 
@@ -192,6 +226,10 @@ void Rendezvous::listen_for_all() {
               " s; start them, or correct the number of ranks (" + place_.launcher + ")");
     }
     base::Descriptor peer(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!peer.valid() && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
+      give_up(failure("rank 0 cannot let its " + std::to_string(place_.world - 1) +
+                      " peers in; raise the limit of open files (ulimit -n)"));
+    }
     if (!peer.valid()) continue;
     ucred who{};
     socklen_t size = sizeof who;
@@ -205,6 +243,14 @@ void Rendezvous::listen_for_all() {
     }
     const std::string stated = "process " + std::to_string(who.pid) + " says it is rank " +
                                std::to_string(hello.rank) + " of " + std::to_string(hello.world);
+    if (who.pid <= 0) {
+      // Watching it, and telling ranks apart, needs its number.
+      const std::string reason = stated +
+                                 ", but its process is in another pid namespace; start all "
+                                 "ranks in one container";
+      refuse(peer.get(), reason);
+      give_up(reason);
+    }
     if (hello.world != place_.world || hello.rank < 1 || hello.rank >= place_.world) {
       const std::string reason =
           stated + ", rank 0 was started as one of " + std::to_string(place_.world);
@@ -298,67 +344,142 @@ bool Rendezvous::alive(int r) const {
   return poll(&p, 1, 0) == 0;
 }
 
-std::vector<Rendezvous::Passed> Rendezvous::pass(const base::Descriptor& mine,
-                                                 std::uint64_t number) {
-  const Deadline deadline(deadline_);
-  const auto world = static_cast<std::size_t>(place_.world);
-  std::vector<Passed> all(world);
-  const auto lost = [&](int r, const std::string& what) {
-    return CommError("passing memory between ranks: " + what + " rank " + std::to_string(r) +
-                     " (process " + std::to_string(process(r)) +
-                     ") failed: " + std::strerror(errno) +
-                     "; it may have ended, or the limit of open files (ulimit -n) is too low");
-  };
-  const auto receive = [&](int socket, int from, std::uint64_t* numbers, std::size_t count,
-                           std::vector<base::Descriptor>* descriptors) {
+CommError Rendezvous::lost(int r, const std::string& what) const {
+  return CommError("the ranks' meeting: " + what + " rank " + std::to_string(r) + " (process " +
+                   std::to_string(process(r)) + ") failed: " + std::strerror(errno) +
+                   "; it may have ended, or the limit of open files (ulimit -n) is too low");
+}
+
+void Rendezvous::receive(int r, double seconds, void* data, std::size_t bytes,
+                         std::vector<base::Descriptor>* descriptors, std::size_t count) {
+  base::Descriptor& socket = sockets_[place_.rank == 0 ? static_cast<std::size_t>(r) : 0];
+  const std::size_t before = descriptors == nullptr ? 0 : descriptors->size();
+  bool whole = false;
+  if (!socket.valid()) {
+    errno = ECONNRESET;
+  } else if (!readable(socket.get(), Deadline(seconds))) {
     errno = ETIMEDOUT;
-    if (!readable(socket, deadline)) throw lost(from, "waiting for");
-    const std::size_t before = descriptors->size();
-    const ssize_t got =
-        receive_message(socket, numbers, count * sizeof(std::uint64_t), descriptors);
+  } else {
+    const ssize_t got = receive_message(socket.get(), data, bytes, descriptors);
+    if (got < 0 && errno == EMFILE) throw lost(r, "taking descriptors from");
+    whole = got == static_cast<ssize_t>(bytes) &&
+            (descriptors == nullptr || descriptors->size() == before + count);
     if (got == 0) errno = ECONNRESET;
-    if (got != static_cast<ssize_t>(count * sizeof(std::uint64_t)) ||
-        descriptors->size() != before + count) {
-      throw lost(from, "receiving from");
+    if (got > 0 && !whole) errno = EPROTO;
+  }
+  if (whole) return;
+  const CommError error = lost(r, "waiting for");
+  socket = base::Descriptor();  // nobody waits for it a second time, and it hears of it
+  throw error;
+}
+
+void Rendezvous::settle(const std::exception_ptr& own) {
+  Reply verdict = verdict_of(own, place_.rank);
+  if (place_.rank != 0) {
+    const Reply mine = verdict;
+    try {
+      if (!send_message(sockets_[0].get(), &mine, sizeof mine)) throw lost(0, "answering");
+      receive(0, 2 * deadline_, &verdict, sizeof verdict);
+    } catch (const CommError&) {
+      if (own == nullptr) throw;
+    }
+  } else {
+    const auto until = Clock::now() + std::chrono::duration<double>(deadline_);
+    for (int r = 1; r < place_.world; ++r) {
+      Reply theirs;
+      try {
+        const std::chrono::duration<double> left = until - Clock::now();
+        receive(r, std::max(0.0, left.count()), &theirs, sizeof theirs);
+      } catch (const CommError&) {
+        theirs = verdict_of(std::current_exception(), 0);
+      }
+      if (verdict.refused == 0) verdict = theirs;
+    }
+    for (int r = 1; r < place_.world; ++r) {
+      const base::Descriptor& socket = sockets_[static_cast<std::size_t>(r)];
+      if (socket.valid()) send_message(socket.get(), &verdict, sizeof verdict);
+    }
+  }
+  if (own != nullptr) std::rethrow_exception(own);
+  if (verdict.refused == kMemory) throw OutOfMemory(verdict.reason.data());
+  if (verdict.refused != kFine) throw CommError(verdict.reason.data());
+}
+
+void Rendezvous::pass(const base::Descriptor& mine, std::uint64_t number,
+                      const std::function<void(std::vector<Passed>&)>& use) {
+  std::vector<Passed> all(static_cast<std::size_t>(place_.world));
+  std::exception_ptr own;
+  const auto attempt = [&](auto&& body) {
+    try {
+      body();
+    } catch (...) {
+      if (own == nullptr) own = std::current_exception();
     }
   };
-  base::Descriptor copy(dup(mine.get()));
-  if (!copy.valid()) throw lost(place_.rank, "duplicating for");
-  all[static_cast<std::size_t>(place_.rank)] = {std::move(copy), number};
+  // Whatever fails on a rank, it makes every step, so that no peer waits for it and nothing stays
+  // in the sockets.
+  attempt([&] {
+    base::Descriptor copy(dup(mine.get()));
+    if (!copy.valid()) throw lost(place_.rank, "duplicating a descriptor for");
+    all[static_cast<std::size_t>(place_.rank)] = {std::move(copy), number};
+  });
   if (place_.rank == 0) {
-    for (std::size_t r = 1; r < world; ++r) {
-      std::vector<base::Descriptor> one;
-      receive(sockets_[r].get(), static_cast<int>(r), &all[r].number, 1, &one);
-      all[r].descriptor = std::move(one[0]);
+    for (int r = 1; r < place_.world; ++r) {
+      attempt([&] {
+        Passed& theirs = all[static_cast<std::size_t>(r)];
+        std::vector<base::Descriptor> one;
+        receive(r, deadline_, &theirs.number, sizeof theirs.number, &one, 1);
+        theirs.descriptor = std::move(one[0]);
+      });
     }
-    for (std::size_t r = 1; r < world; ++r) {
-      for (std::size_t begin = 0; begin < world; begin += kMostDescriptors) {
-        const std::size_t count = std::min(kMostDescriptors, world - begin);
-        std::vector<int> descriptors;
-        std::vector<std::uint64_t> numbers;
-        for (std::size_t i = begin; i < begin + count; ++i) {
-          descriptors.push_back(all[i].descriptor.get());
-          numbers.push_back(all[i].number);
-        }
-        if (!send_message(sockets_[r].get(), numbers.data(), count * sizeof(std::uint64_t),
-                          descriptors.data(), count)) {
-          throw lost(static_cast<int>(r), "sending to");
-        }
+  } else {
+    attempt([&] {
+      const int descriptor = mine.get();
+      if (!send_message(sockets_[0].get(), &number, sizeof number, &descriptor, 1)) {
+        throw lost(0, "sending to");
       }
+    });
+  }
+  settle(own);
+  for (int r = 1; r < place_.world && place_.rank == 0; ++r) attempt([&] { give_all(r, all); });
+  if (place_.rank != 0) attempt([&] { take_all(&all); });
+  if (own == nullptr) attempt([&] { use(all); });
+  settle(own);
+}
+
+void Rendezvous::give_all(int r, const std::vector<Passed>& all) {
+  for (std::size_t begin = 0; begin < all.size(); begin += kMostDescriptors) {
+    const std::size_t count = std::min(kMostDescriptors, all.size() - begin);
+    std::vector<int> descriptors;
+    std::vector<std::uint64_t> numbers;
+    for (std::size_t i = begin; i < begin + count; ++i) {
+      descriptors.push_back(all[i].descriptor.get());
+      numbers.push_back(all[i].number);
     }
-    return all;
+    if (!send_message(sockets_[static_cast<std::size_t>(r)].get(), numbers.data(),
+                      count * sizeof(std::uint64_t), descriptors.data(), count)) {
+      throw lost(r, "sending to");
+    }
   }
-  const int descriptor = mine.get();
-  if (!send_message(sockets_[0].get(), &number, sizeof number, &descriptor, 1))
-    throw lost(0, "sending to");
-  std::vector<base::Descriptor> descriptors;
-  std::vector<std::uint64_t> numbers(world);
-  for (std::size_t begin = 0; begin < world; begin += kMostDescriptors) {
-    receive(sockets_[0].get(), 0, numbers.data() + begin, std::min(kMostDescriptors, world - begin),
-            &descriptors);
+}
+
+void Rendezvous::take_all(std::vector<Passed>* all) {
+  std::exception_ptr first;
+  for (std::size_t begin = 0; begin < all->size(); begin += kMostDescriptors) {
+    const std::size_t count = std::min(kMostDescriptors, all->size() - begin);
+    std::vector<base::Descriptor> descriptors;
+    std::vector<std::uint64_t> numbers(count);
+    try {
+      receive(0, 2 * deadline_, numbers.data(), count * sizeof(std::uint64_t), &descriptors, count);
+    } catch (const CommError&) {
+      if (first == nullptr) first = std::current_exception();
+      continue;
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      (*all)[begin + i] = {std::move(descriptors[i]), numbers[i]};
+    }
   }
-  for (std::size_t r = 0; r < world; ++r) all[r] = {std::move(descriptors[r]), numbers[r]};
-  return all;
+  if (first != nullptr) std::rethrow_exception(first);
 }
 
 }  // namespace zshard::comm

@@ -5,12 +5,15 @@
 
 #include <sys/types.h>
 
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "runtime/base/descriptor.hpp"
 #include "runtime/comm/launcher.hpp"
+#include "zshard/error.hpp"
 
 namespace zshard::comm {
 
@@ -21,13 +24,18 @@ class Rendezvous {
   /// deadline (all are named).
   static std::unique_ptr<Rendezvous> join(const Placement& place, double deadline_seconds);
 
-  /// Collective: gives one descriptor and a number, gets those of all ranks in rank order. Throws
-  /// CommError.
+  /// Collective: returns if every rank gives null, else throws on every rank: its own error, or
+  /// that of the first rank that has one, as OutOfMemory or CommError.
+  void settle(const std::exception_ptr& own);
+
   struct Passed {
     base::Descriptor descriptor;
     std::uint64_t number = 0;
   };
-  std::vector<Passed> pass(const base::Descriptor& mine, std::uint64_t number);
+  /// Collective: gives one descriptor and a number, and calls use() with those of all ranks in rank
+  /// order. Returns on every rank or throws on every rank, as settle() does.
+  void pass(const base::Descriptor& mine, std::uint64_t number,
+            const std::function<void(std::vector<Passed>&)>& use);
 
   /// False once the process of rank r has ended. Costs a system call.
   [[nodiscard]] bool alive(int r) const;
@@ -41,7 +49,14 @@ class Rendezvous {
   void listen_for_all();
   void find_rank_zero();
   void watch();
-
+  /// From rank r: rank 0 hears all, the others hear rank 0. A rank that does not answer in time is
+  /// not waited for again. Throws CommError.
+  void receive(int r, double seconds, void* data, std::size_t bytes,
+               std::vector<base::Descriptor>* descriptors = nullptr, std::size_t count = 0);
+  void give_all(int r, const std::vector<Passed>& all);
+  void take_all(std::vector<Passed>* all);
+  /// An error of the call that has just failed (errno).
+  [[nodiscard]] CommError lost(int r, const std::string& what) const;
   Placement place_;
   double deadline_;
   std::vector<base::Descriptor> sockets_;  // rank 0: one a peer; others: [0] leads to rank 0

@@ -1,11 +1,18 @@
 #include "runtime/engine/core.hpp"
 
+#include <sys/stat.h>
+#include <unistd.h>
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <new>
+#include <system_error>
 #include <utility>
 
+#include "runtime/base/log.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::engine {
@@ -19,6 +26,14 @@ struct Hello {
   std::uint32_t rank = 0;
 };
 enum Status : std::uint32_t { kFine, kUsage, kMemory, kOther };
+
+void check_log_dir(const std::string& directory) {
+  if (directory.empty()) return;
+  struct stat facts {};
+  if (stat(directory.c_str(), &facts) == 0 && !S_ISDIR(facts.st_mode)) errno = ENOTDIR;
+  if (S_ISDIR(facts.st_mode) && access(directory.c_str(), W_OK | X_OK) == 0) return;
+  throw UsageError("option log_dir: cannot write into " + directory + ": " + std::strerror(errno));
+}
 
 std::string first_difference(const std::string& a, const std::string& b, int rank_a, int rank_b) {
   std::size_t at = 0;
@@ -70,6 +85,15 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
       status = kMemory;
       text = error.what();
       own = std::current_exception();
+    } catch (const std::bad_alloc&) {
+      status = kMemory;
+      text = "out of memory outside the plan; free memory, or raise the limit (ulimit -v)";
+      own = std::make_exception_ptr(OutOfMemory(text));
+    } catch (const std::system_error& error) {
+      status = kMemory;
+      text = std::string("cannot start the threads of the queues and element loops: ") +
+             error.what() + "; raise the limits (ulimit -u, ulimit -v)";
+      own = std::make_exception_ptr(OutOfMemory(text));
     } catch (const std::exception& error) {
       status = kOther;
       text = error.what();
@@ -87,20 +111,32 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
     blueprint_ = Blueprint::make(spec, optimizer, world_, options);
     check_budgets(blueprint_, world_);
     check_machine(blueprint_, group_->ranks_here());
+    check_log_dir(options.log_dir);
     text = blueprint_.identity();
   });
   agree(status, text, own);
   text.clear();
-  attempt([&] { storage_ = std::make_unique<Storage>(blueprint_, *group_); });
+  std::shared_ptr<memory::Arena> board;
+  attempt([&] {
+    storage_ = std::make_unique<Storage>(blueprint_, *group_);
+    board = group_->make_board_memory(4 * DataPlane::queue_capacity(blueprint_),
+                                      DataPlane::vote_bytes(blueprint_));
+  });
   agree(status, text, own);
-  construct(group);
+  attempt([&] { construct(std::move(board)); });
+  agree(status, text, own);
 }
 
 void Core::agree(std::uint32_t status, const std::string& text, std::exception_ptr own) {
   const Hello mine{XXH3_64bits(text.data(), text.size()), text.size(), status,
                    static_cast<std::uint32_t>(rank_)};
   std::vector<Hello> all(static_cast<std::size_t>(world_));
-  group_->exchange({comm::Operation::construct, 0, sizeof mine, 0}, &mine, all.data());
+  try {
+    group_->exchange({comm::Operation::construct, 0, sizeof mine, 0}, &mine, all.data());
+  } catch (const CommError&) {
+    if (own != nullptr) std::rethrow_exception(own);
+    throw;
+  }
   std::uint64_t longest = 0;
   bool same = true;
   for (const Hello& hello : all) {
@@ -142,12 +178,13 @@ void Core::agree(std::uint32_t status, const std::string& text, std::exception_p
   }
 }
 
-void Core::construct(const ProcessGroup& /*group*/) {
+void Core::construct(std::shared_ptr<memory::Arena> board) {
   storage_->share(*group_);
-  const std::uint64_t capacity = DataPlane::queue_capacity(blueprint_);
-  auto board = group_->make_board(4 * capacity, DataPlane::vote_bytes(blueprint_));
   endpoint_ = std::make_unique<comm::Endpoint>(
-      group_, std::move(board), blueprint_.options.deadline_seconds,
+      group_,
+      group_->make_board(std::move(board), 4 * DataPlane::queue_capacity(blueprint_),
+                         DataPlane::vote_bytes(blueprint_)),
+      blueprint_.options.deadline_seconds,
       [this](const comm::PackedSignature& s) { return DataPlane::describe(blueprint_, s); });
   plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, pool_, rank_);
   cursor_ = std::make_unique<Cursor>(&blueprint_.training, &blueprint_.evaluation,
@@ -221,6 +258,29 @@ void Core::prepare_bindings() {
 void Core::poison(std::exception_ptr cause, const std::string& message) {
   if (poison_ == nullptr) poison_ = std::move(cause);
   if (endpoint_ != nullptr) endpoint_->fail(message);
+  report(message);
+}
+
+void Core::report(const std::string& cause) noexcept {
+  if (reported_failure_ || blueprint_.options.log_dir.empty() || endpoint_ == nullptr) return;
+  reported_failure_ = true;
+  static std::atomic<int> reports{0};
+  try {
+    const std::string path = blueprint_.options.log_dir + "/zshard-rank" + std::to_string(rank_) +
+                             "-" + std::to_string(getpid()) + "-" +
+                             std::to_string(reports.fetch_add(1)) + ".txt";
+    std::ofstream file(path);
+    file << cause << where() << "\n\n" << endpoint_->report();
+    file.close();
+    if (file) {
+      base::log_error(base::Topic::comm, rank_, "the last collectives are in {}", path);
+    } else {
+      base::log_error(base::Topic::comm, rank_, "cannot write the last collectives to {}: {}", path,
+                      std::strerror(errno));
+    }
+  } catch (...) {
+    base::log_error(base::Topic::comm, rank_, "no memory to report the last collectives");
+  }
 }
 
 void Core::abandon(const std::string& scope) noexcept {

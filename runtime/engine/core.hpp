@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "optimizers/rule.hpp"
+#include "runtime/base/fork.hpp"
 #include "runtime/comm/endpoint.hpp"
 #include "runtime/comm/group.hpp"
 #include "runtime/engine/blueprint.hpp"
@@ -28,11 +29,12 @@
 
 namespace zshard::engine {
 
-/// A mutex that tells a thread which holds it already, inside a callback of the engine, instead of
-/// hanging for ever.
+/// A mutex that tells a thread which holds it already, inside a callback of the engine, or a forked
+/// child, whose threads stayed with the parent, instead of hanging for ever.
 class CallMutex {
  public:
   void lock() {
+    mark_.check("an engine");
     if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
       throw UsageError(
           "the engine was called from inside one of its own callbacks (on_bind, or the function of "
@@ -45,8 +47,11 @@ class CallMutex {
     owner_.store(std::thread::id(), std::memory_order_relaxed);
     mutex_.unlock();
   }
+  /// False in a forked child.
+  [[nodiscard]] bool here() const noexcept { return mark_.here(); }
 
  private:
+  base::ProcessMark mark_;
   std::mutex mutex_;
   std::atomic<std::thread::id> owner_{};
 };
@@ -104,6 +109,8 @@ class Core final : private CursorSink {
   void abandon(const std::string& scope) noexcept;
   /// The Engine is gone; guards may still live.
   void close() noexcept;
+  /// False in a forked child: nothing here may be used or destroyed then.
+  [[nodiscard]] bool here() const noexcept { return mutex_.here(); }
   /// Releases on behalf of a destructor: errors are kept for the next call.
   void release_quietly(UnitId unit, Pass pass) noexcept;
 
@@ -144,7 +151,9 @@ class Core final : private CursorSink {
   void use(std::int32_t position, std::int32_t micro) override;
   void released(std::int32_t position) override;
 
-  void construct(const ProcessGroup& group);
+  void construct(std::shared_ptr<memory::Arena> board);
+  /// Writes the endpoint's report to a file, once, where log_dir asks for it.
+  void report(const std::string& cause) noexcept;
   void agree(std::uint32_t status, const std::string& text, std::exception_ptr own);
   void prepare_bindings();
   void prepare_hyper_classes();
@@ -188,6 +197,7 @@ class Core final : private CursorSink {
   mutable CallMutex mutex_;
   std::exception_ptr poison_;
   bool closed_ = false;
+  bool reported_failure_ = false;
   bool updated_ = false;  // the step that failed has updated all the same
   int exceptions_;        // on their way at construction
   std::function<void(const Binding&)> on_bind_;

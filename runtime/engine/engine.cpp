@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "runtime/engine/core.hpp"
 #include "zshard/error.hpp"
@@ -109,6 +110,12 @@ Engine::Engine(const ModelSpec& spec, const Optimizer& optimizer, const ProcessG
     : core_(std::make_shared<engine::Core>(spec, optimizer, group, options)) {}
 
 Engine::~Engine() {
+  if (!core_->here()) {
+    // In a forked child: its threads cannot be joined, and its peers are the parent's.
+    static auto* const kept = new std::vector<std::shared_ptr<engine::Core>>;
+    kept->push_back(core_);
+    return;
+  }
   core_->close();
 }
 

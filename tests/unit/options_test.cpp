@@ -87,6 +87,7 @@ EngineOptions unusual() {
   options.threads = 1024;
   options.inline_queues = true;
   options.test_delay_microseconds = 1000000;
+  options.log_dir = "/var/log/a b";
   options.poison_slots = true;
   return options;
 }
@@ -100,13 +101,13 @@ std::size_t count_fields() {
   auto& [stage, offload, gather_budget, look_ahead, behind, gradient_mode, accumulation, reduction,
          wire, reduction_group, master, moments, loss_scale, sub_group_bytes, device_budget,
          host_budget, deadline_seconds, threads, inline_queues, test_delay_microseconds,
-         poison_slots] = options;
+         poison_slots, log_dir] = options;
   auto& [optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes] = offload;
   const auto count = [](const auto&... fields) { return sizeof...(fields); };
   return count(stage, gather_budget, look_ahead, behind, gradient_mode, accumulation, reduction,
                wire, reduction_group, master, moments, loss_scale, sub_group_bytes, device_budget,
                host_budget, deadline_seconds, threads, inline_queues, test_delay_microseconds,
-               poison_slots) +
+               poison_slots, log_dir) +
          count(optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes);
 }
 
@@ -176,6 +177,7 @@ TEST(OptionTable, ReadsAndWritesEveryField) {
   EXPECT_TRUE(to.inline_queues);
   EXPECT_EQ(to.test_delay_microseconds, 1000000);
   EXPECT_TRUE(to.poison_slots);
+  EXPECT_EQ(to.log_dir, from.log_dir);
   validate(from);
 }
 
@@ -349,6 +351,21 @@ TEST(OptionValues, DirectoriesAreAListWithoutHoles) {
        {std::string(","), std::string("/a,"), std::string(",/a"), std::string("/a,,/b"),
         std::string("/a\nb"), std::string("/a\0b", 4), std::string(65537, 'a')}) {
     expect_in(refused_value("offload.nvme_dir", text), "directories separated by commas");
+  }
+}
+
+TEST(OptionValues, TheLogDirectoryIsOnePath) {
+  EngineOptions options;
+  set_option(options, "log_dir", "logs of, mine");
+  EXPECT_EQ(options.log_dir, "logs of, mine");
+  for (const char* text : {"", "unset"}) {
+    options.log_dir = "a";
+    set_option(options, "log_dir", text);
+    EXPECT_EQ(options.log_dir, "");
+  }
+  for (const std::string& text :
+       {std::string("/a\nb"), std::string("/a\0b", 4), std::string(4096, 'a')}) {
+    expect_in(refused_value("log_dir", text), "a directory, at most 4095 bytes");
   }
 }
 
