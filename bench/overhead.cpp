@@ -150,7 +150,8 @@ void add_steps(int stage, int world, Ranks ranks, int units) {
       {.name = fmt::format("overhead/stage {}/{}/{} units", stage, who, units),
        .unit = "us/param",
        .limit = "the elements' work, plain loops",
-       .target = "ours - limit <= 0.2",
+       // A unit for each parameter is no way to use zshard: its collectives are the cost.
+       .target = units == kParameters ? "" : "ours - limit <= 0.2",
        .peers = "perf.md: torch fused AdamW alone 11.7, DDP 16, DeepSpeed stage 1 34, stage "
                 "3 98, FSDP2 179 us",
        .measure = [=] {

@@ -26,14 +26,14 @@ struct Line {
   Json label;
 };
 
-/// "ok" or "below" for "ratio >= 0.90", "ratio <= 1.25", "ours - limit <= 0.2"; "" without a
+/// "ok" or "missed" for "ratio >= 0.90", "ratio <= 1.25", "ours - limit <= 0.2"; "" without a
 /// target.
 std::string verdict(const Line& line, const std::string& target) {
   if (target.empty()) return "";
   const std::size_t at = target.find_first_of("<>");
   const double bound = std::stod(target.substr(at + 2));
   const double value = target.rfind("ratio", 0) == 0 ? line.ratio : line.ours - line.limit;
-  return (target[at] == '>' ? value >= bound : value <= bound) ? "ok" : "below";
+  return (target[at] == '>' ? value >= bound : value <= bound) ? "ok" : "missed";
 }
 
 std::vector<Line> read(const std::string& path) {

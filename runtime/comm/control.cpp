@@ -79,9 +79,13 @@ std::optional<std::string> ControlBoard::left(int r) const {
   return std::string(rank(r).reason.data());
 }
 
-Control::Control(ControlBoard board, int rank, double deadline_seconds,
+Control::Control(ControlBoard board, int rank, double deadline_seconds, double finish_seconds,
                  std::function<std::optional<std::string>(int)> gone)
-    : board_(board), rank_(rank), deadline_(deadline_seconds), gone_(std::move(gone)) {}
+    : board_(board),
+      rank_(rank),
+      deadline_(deadline_seconds),
+      finish_deadline_(finish_seconds),
+      gone_(std::move(gone)) {}
 
 bool Control::everyone(bool arrival, std::uint32_t call) const {
   for (int r = 0; r < board_.world(); ++r) {
@@ -126,8 +130,9 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
                " within " + std::to_string(deadline) + " s; raise the deadline if it is only slow";
       }
     }
-    if (uncounted && waited() > deadline) {
-      return "a rank stopped on its way for " + std::to_string(deadline) + " s";
+    // All that is missing is one instruction of some rank.
+    if (uncounted && waited() > 2 * deadline) {
+      return "a rank that arrived was stopped for " + std::to_string(deadline) + " s";
     }
     return std::string();
   };
@@ -161,7 +166,7 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   bool complete = false;
   const auto poll_done = [&] {
     complete = everyone(false, call);  // whatever the counter lost by a rank's death
-    if (!complete) lost = missing(false, 2 * deadline_);
+    if (!complete) lost = missing(false, finish_deadline_);
     return complete || !lost.empty();
   };
   if (!board_.done().wait(call * world, poll_done) && !complete) {

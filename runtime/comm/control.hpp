@@ -72,7 +72,8 @@ class ControlBoard {
 /// One rank's view of the control plane.
 class Control {
  public:
-  Control(ControlBoard board, int rank, double deadline_seconds,
+  /// finish_seconds: how long a rank that has come to a call may take to finish it.
+  Control(ControlBoard board, int rank, double deadline_seconds, double finish_seconds,
           std::function<std::optional<std::string>(int)> gone);
 
   /// move() runs between arrival and done of all ranks. CommError as Group says; UsageError in a
@@ -89,6 +90,7 @@ class Control {
   ControlBoard board_;
   int rank_;
   double deadline_;
+  double finish_deadline_;
   std::function<std::optional<std::string>(int)> gone_;
   std::uint32_t calls_ = 0;
   base::ProcessMark mark_;

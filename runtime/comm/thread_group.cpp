@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -43,7 +44,10 @@ std::shared_ptr<Group> make_single_group() {
 ThreadGroup::ThreadGroup(std::shared_ptr<ThreadWorld> world, int rank)
     : world_(std::move(world)),
       rank_(rank),
+      // Peers read this rank's memory itself: it cannot go on before they have finished, and a
+      // thread of this process does finish.
       control_(world_->board(), rank, world_->deadline_seconds,
+               std::numeric_limits<double>::infinity(),
                [board = world_->board()](int r) { return board.left(r); }) {}
 
 ThreadGroup::~ThreadGroup() = default;

@@ -186,7 +186,8 @@ std::byte* Storage::shard(int r, int u, int s) const {
 }
 
 std::byte* Storage::slot(std::int64_t offset, int u, int s) const {
-  return base(Category::gather_slots, rank_) + offset +
+  // -1: the unit has no gathered bytes, and nothing but empty tensors to point at.
+  return base(Category::gather_slots, rank_) + std::max<std::int64_t>(offset, 0) +
          blueprint_.layout->units()[static_cast<std::size_t>(u)]
              .segments[static_cast<std::size_t>(s)]
              .byte;
