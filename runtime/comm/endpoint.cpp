@@ -73,10 +73,16 @@ std::uint64_t Endpoint::payload(Lane lane, int r) const {
 }
 
 void Endpoint::finish(Lane lane) {
+  Call& call = calls_[static_cast<std::size_t>(lane)];
+  ++call.finishes;
   Board::LaneWords& words = board_->rank(rank_).lane[static_cast<std::size_t>(lane)];
-  words.done.store(calls_[static_cast<std::size_t>(lane)].count, std::memory_order_release);
+  words.done.store(call.finishes, std::memory_order_release);
   board_->meeting(lane).done.add();
   await(lane, false);
+  recorder_.finish(lane);
+}
+
+void Endpoint::part(Lane lane) {
   recorder_.finish(lane);
 }
 
@@ -87,7 +93,7 @@ bool Endpoint::everyone(Lane lane, bool arrival) const {
   for (int r = 0; r < world_; ++r) {
     const Board::LaneWords& words = board_->rank(r).lane[static_cast<std::size_t>(lane)];
     const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
-    if (static_cast<std::int32_t>(at - call.count) < 0) return false;
+    if (static_cast<std::int32_t>(at - (arrival ? call.count : call.finishes)) < 0) return false;
   }
   return true;
 }
@@ -99,18 +105,19 @@ void Endpoint::await(Lane lane, bool arrival) {
   const auto start = std::chrono::steady_clock::now();
   bool complete = false;
   std::string cause;
-  const bool reached = counter.wait(call.count * static_cast<std::uint32_t>(world_), [&] {
-    // A failure does not undo a meeting that took place: what every rank has come to is still
-    // completed.
-    complete = everyone(lane, arrival);
-    if (complete || board_->failed()) return true;
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-    cause = mismatch(call.sequence);
-    if (cause.empty()) cause = missing(lane, arrival, waited.count());
-    if (cause.empty()) return false;
-    board_->fail(cause);
-    return true;
-  });
+  const bool reached = counter.wait(
+      (arrival ? call.count : call.finishes) * static_cast<std::uint32_t>(world_), [&] {
+        // A failure does not undo a meeting that took place: what every rank has come to is still
+        // completed.
+        complete = everyone(lane, arrival);
+        if (complete || board_->failed()) return true;
+        const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+        cause = mismatch(call.sequence);
+        if (cause.empty()) cause = missing(lane, arrival, waited.count());
+        if (cause.empty()) return false;
+        board_->fail(cause);
+        return true;
+      });
   if (!reached && !complete) throw_failure(cause);
 }
 
@@ -142,7 +149,7 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     const auto gone = group_->gone(r);
     const Board::LaneWords& words = peer.lane[static_cast<std::size_t>(lane)];
     const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
-    if (static_cast<std::int32_t>(at - call.count) >= 0) continue;
+    if (static_cast<std::int32_t>(at - (arrival ? call.count : call.finishes)) >= 0) continue;
     // Only for an error: a wait allocates nothing.
     const auto what = [&] {
       PackedSignature mine{};

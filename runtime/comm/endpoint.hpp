@@ -36,6 +36,9 @@ class Endpoint {
   [[nodiscard]] std::uint64_t payload(Lane lane, int r) const;
   /// Waits until every rank has finished it.
   void finish(Lane lane);
+  /// Ends it without waiting: for inputs that no rank overwrites before a later meeting of all that
+  /// this rank's queue has to be drained for. Every rank ends a collective in the same way.
+  void part(Lane lane);
 
   /// This rank's bytes of a byte all-gather: write before meet(), read peers' between meet() and
   /// finish().
@@ -54,7 +57,8 @@ class Endpoint {
 
  private:
   struct Call {
-    std::uint32_t count = 0;  // collectives of this lane so far, this one included
+    std::uint32_t count = 0;     // collectives of this lane so far, this one included
+    std::uint32_t finishes = 0;  // of them, those that ended with finish()
     std::uint64_t sequence = 0;
   };
   void await(Lane lane, bool arrival);

@@ -18,9 +18,26 @@
 #include "zshard/error.hpp"
 
 namespace zshard::comm {
-namespace {
 
 using Clock = std::chrono::steady_clock;
+
+class Rendezvous::Deadline {
+ public:
+  explicit Deadline(double seconds)
+      : end_(Clock::now() +
+             std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))) {}
+  [[nodiscard]] bool over() const { return Clock::now() >= end_; }
+  [[nodiscard]] int milliseconds() const {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(end_ - Clock::now()).count();
+    return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1000));
+  }
+
+ private:
+  Clock::time_point end_;
+};
+
+namespace {
 
 constexpr std::uint32_t kMagic = 0x7A736831;   // "zsh1": the protocol's version too
 constexpr std::size_t kMostDescriptors = 128;  // of one message; the kernel takes 253
@@ -65,22 +82,6 @@ Reply verdict_of(const std::exception_ptr& own, int rank) {
 std::string failure(const std::string& what) {
   return what + ": " + std::strerror(errno);
 }
-
-class Deadline {
- public:
-  explicit Deadline(double seconds)
-      : end_(Clock::now() +
-             std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))) {}
-  [[nodiscard]] bool over() const { return Clock::now() >= end_; }
-  [[nodiscard]] int milliseconds() const {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(end_ - Clock::now()).count();
-    return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1000));
-  }
-
- private:
-  Clock::time_point end_;
-};
 
 sockaddr_un address_of(const Placement& place, socklen_t* length) {
   // Abstract: the name goes with the process. The user is part of it, so that jobs of two users
@@ -154,6 +155,7 @@ ssize_t receive_message(int socket, void* data, std::size_t bytes,
 }
 
 /// Waits until the socket can be read.
+template <class Deadline>
 bool readable(int socket, const Deadline& deadline) {
   while (true) {
     pollfd watched{socket, POLLIN, 0};
@@ -190,13 +192,11 @@ std::unique_ptr<Rendezvous> Rendezvous::join(const Placement& place, double dead
   return self;
 }
 
-void Rendezvous::listen_for_all() {
-  sockets_.resize(static_cast<std::size_t>(place_.world));
+base::Descriptor Rendezvous::make_listener(const Deadline& deadline) const {
   socklen_t length = 0;
   const sockaddr_un address = address_of(place_, &length);
-  const base::Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  base::Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!listener.valid()) throw CommError(failure("rank 0 cannot make a socket"));
-  const Deadline deadline(deadline_);
   // The ranks of a program that has just ended may hold the name for a moment.
   while (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
     if (errno != EADDRINUSE || deadline.over()) {
@@ -206,68 +206,96 @@ void Rendezvous::listen_for_all() {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   if (listen(listener.get(), place_.world) != 0) throw CommError(failure("rank 0 cannot listen"));
+  return listener;
+}
 
-  const auto give_up = [&](const std::string& reason) {
-    for (const base::Descriptor& s : sockets_) {
-      if (s.valid()) refuse(s.get(), reason);
-    }
-    throw CommError(reason);
+void Rendezvous::give_up(const std::string& reason) const {
+  for (const base::Descriptor& s : sockets_) {
+    if (s.valid()) refuse(s.get(), reason);
+  }
+  throw CommError(reason);
+}
+
+void Rendezvous::admit(base::Descriptor peer) {
+  ucred who{};
+  socklen_t size = sizeof who;
+  Hello hello;
+  // A stranger is sent away, and the job goes on.
+  if (getsockopt(peer.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) != 0 || who.uid != getuid() ||
+      receive_message(peer.get(), &hello, sizeof hello, nullptr) != sizeof hello ||
+      hello.magic != kMagic) {
+    return;
+  }
+  const auto turn_away = [&](const std::string& why) {
+    const std::string reason = "process " + std::to_string(who.pid) + " says it is rank " +
+                               std::to_string(hello.rank) + " of " + std::to_string(hello.world) +
+                               ", " + why;
+    refuse(peer.get(), reason);
+    give_up(reason);
   };
-  for (int joined = 1; joined < place_.world;) {
-    if (!readable(listener.get(), deadline)) {
-      std::string missing;
-      for (int r = 1; r < place_.world; ++r) {
-        if (!sockets_[static_cast<std::size_t>(r)].valid()) {
-          missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-        }
-      }
-      give_up("rank(s) " + missing + " of " + std::to_string(place_.world) +
+  if (who.pid <= 0) {
+    // Watching it, and telling ranks apart, needs its number.
+    turn_away("but it is in another pid namespace; start all ranks in one container");
+  }
+  if (hello.world != place_.world || hello.rank < 1 || hello.rank >= place_.world) {
+    turn_away("rank 0 was started as one of " + std::to_string(place_.world));
+  }
+  base::Descriptor& place = sockets_[static_cast<std::size_t>(hello.rank)];
+  if (place.valid()) {
+    turn_away("but process " + std::to_string(process(hello.rank)) + " is that rank already");
+  }
+  place = std::move(peer);
+  pids_[static_cast<std::size_t>(hello.rank)] = who.pid;
+}
+
+std::string Rendezvous::absent() const {
+  std::string ranks;
+  for (int r = 1; r < place_.world; ++r) {
+    if (!sockets_[static_cast<std::size_t>(r)].valid()) {
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+    }
+  }
+  return ranks;
+}
+
+void Rendezvous::listen_for_all() {
+  sockets_.resize(static_cast<std::size_t>(place_.world));
+  const Deadline deadline(deadline_);
+  const base::Descriptor listener = make_listener(deadline);
+  std::vector<base::Descriptor> silent;  // connected, and have not said who they are
+  std::vector<pollfd> watched;
+  while (!absent().empty()) {
+    watched.assign(1, {listener.get(), POLLIN, 0});
+    for (const base::Descriptor& s : silent) watched.push_back({s.get(), POLLIN, 0});
+    for (const base::Descriptor& s : sockets_) watched.push_back({s.get(), POLLIN, 0});
+    const int ready = poll(watched.data(), watched.size(), deadline.milliseconds());
+    if (ready < 0 && errno != EINTR) give_up(failure("rank 0 cannot wait for its peers"));
+    if (ready <= 0) {
+      if (!deadline.over()) continue;
+      give_up("rank(s) " + absent() + " of " + std::to_string(place_.world) +
               " did not come within " + std::to_string(deadline_) +
               " s; start them, or correct the number of ranks (" + place_.launcher + ")");
     }
+    for (int r = 1; r < place_.world; ++r) {
+      // A rank that has joined says nothing before all have: it is gone.
+      if (watched[1 + silent.size() + static_cast<std::size_t>(r)].revents == 0) continue;
+      give_up("rank " + std::to_string(r) + " (process " + std::to_string(process(r)) +
+              ") has ended while the ranks met");
+    }
+    for (std::size_t i = silent.size(); i-- > 0;) {
+      if (watched[1 + i].revents == 0) continue;
+      base::Descriptor peer = std::move(silent[i]);
+      silent.erase(silent.begin() + static_cast<std::ptrdiff_t>(i));
+      admit(std::move(peer));
+    }
+    if (watched[0].revents == 0) continue;
     base::Descriptor peer(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!peer.valid() && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
+    if (peer.valid()) {
+      silent.push_back(std::move(peer));
+    } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
       give_up(failure("rank 0 cannot let its " + std::to_string(place_.world - 1) +
                       " peers in; raise the limit of open files (ulimit -n)"));
     }
-    if (!peer.valid()) continue;
-    ucred who{};
-    socklen_t size = sizeof who;
-    Hello hello;
-    // A stranger costs one short wait, not the job.
-    if (getsockopt(peer.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) != 0 || who.uid != getuid() ||
-        !readable(peer.get(), Deadline(std::min(deadline_, 1.0))) ||
-        receive_message(peer.get(), &hello, sizeof hello, nullptr) != sizeof hello ||
-        hello.magic != kMagic) {
-      continue;
-    }
-    const std::string stated = "process " + std::to_string(who.pid) + " says it is rank " +
-                               std::to_string(hello.rank) + " of " + std::to_string(hello.world);
-    if (who.pid <= 0) {
-      // Watching it, and telling ranks apart, needs its number.
-      const std::string reason = stated +
-                                 ", but its process is in another pid namespace; start all "
-                                 "ranks in one container";
-      refuse(peer.get(), reason);
-      give_up(reason);
-    }
-    if (hello.world != place_.world || hello.rank < 1 || hello.rank >= place_.world) {
-      const std::string reason =
-          stated + ", rank 0 was started as one of " + std::to_string(place_.world);
-      refuse(peer.get(), reason);
-      give_up(reason);
-    }
-    base::Descriptor& place = sockets_[static_cast<std::size_t>(hello.rank)];
-    if (place.valid()) {
-      const std::string reason = stated + ", but process " +
-                                 std::to_string(pids_[static_cast<std::size_t>(hello.rank)]) +
-                                 " is that rank already";
-      refuse(peer.get(), reason);
-      give_up(reason);
-    }
-    place = std::move(peer);
-    pids_[static_cast<std::size_t>(hello.rank)] = who.pid;
-    ++joined;
   }
   const Reply welcome;
   for (int r = 1; r < place_.world; ++r) {
@@ -305,8 +333,10 @@ void Rendezvous::find_rank_zero() {
   hello.rank = place_.rank;
   hello.world = place_.world;
   Reply reply;
+  // Rank 0 waits for the others until its own deadline, and then says who is missing.
+  const Deadline patience(2 * deadline_);
   const bool spoken = send_message(link.get(), &hello, sizeof hello) &&
-                      readable(link.get(), deadline) &&
+                      readable(link.get(), patience) &&
                       receive_message(link.get(), &reply, sizeof reply, nullptr) ==
                           static_cast<ssize_t>(sizeof reply);
   if (!spoken) {
@@ -316,7 +346,7 @@ void Rendezvous::find_rank_zero() {
   }
   if (reply.refused != 0) throw CommError(std::string(reply.reason.data()));
   const std::size_t bytes = pids_.size() * sizeof(pid_t);
-  if (!readable(link.get(), deadline) ||
+  if (!readable(link.get(), patience) ||
       receive_message(link.get(), pids_.data(), bytes, nullptr) != static_cast<ssize_t>(bytes)) {
     throw CommError("rank " + std::to_string(place_.rank) +
                     ": rank 0 went away while the ranks met");

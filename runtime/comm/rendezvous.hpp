@@ -46,7 +46,13 @@ class Rendezvous {
 
  private:
   Rendezvous(Placement place, double deadline) : place_(std::move(place)), deadline_(deadline) {}
+  class Deadline;
   void listen_for_all();
+  [[nodiscard]] base::Descriptor make_listener(const Deadline& deadline) const;
+  /// Hears who has connected: one of the ranks, or a stranger.
+  void admit(base::Descriptor peer);
+  [[nodiscard]] std::string absent() const;  // ranks that have not joined
+  [[noreturn]] void give_up(const std::string& reason) const;
   void find_rank_zero();
   void watch();
   /// From rank r: rank 0 hears all, the others hear rank 0. A rank that does not answer in time is

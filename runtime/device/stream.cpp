@@ -24,6 +24,7 @@ class InlineStream final : public Stream {
     }
     completed_.store(mine);
   }
+  void kick() override {}
   void wait(std::uint64_t /*count: a task is complete when submit returns*/) override {
     if (failure_ != nullptr) std::rethrow_exception(failure_);
   }
@@ -46,7 +47,7 @@ class ThreadStream final : public Stream {
 
   ~ThreadStream() override {
     stop_.store(true);
-    submits_.add();
+    wakes_.add();
     worker_.join();
   }
 
@@ -55,12 +56,22 @@ class ThreadStream final : public Stream {
     if (submitted_.load() >= tasks_.size()) wait(submitted_.load() + 1 - tasks_.size());
     tasks_[submitted_.load() % tasks_.size()] = task;
     submitted_.fetch_add(1);
-    submits_.add();
+  }
+
+  void kick() override {
+    if (completed_.load() < submitted_.load()) wakes_.add();
   }
 
   void wait(std::uint64_t count) override {
     const auto low = static_cast<std::uint32_t>(count);
     while (completed_.load(std::memory_order_acquire) < count && !failed_.load()) {
+      // What the worker has not begun is done here: waking it would take longer.
+      if (const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn.owns_lock()) {
+        while (completed_.load() < count && run_next()) {
+        }
+        continue;
+      }
+      kick();  // who has the turn may have taken its last look at the queue before the submit
       completes_.wait(low, [this] { return failed_.load(); });
     }
     if (failed_.load() && completed_.load() < count) std::rethrow_exception(failure_);
@@ -71,26 +82,36 @@ class ThreadStream final : public Stream {
 
  private:
   void work() {
-    std::uint64_t next = 0;
+    std::uint32_t seen = 0;
     while (true) {
-      // One more add than tasks comes from the destructor.
-      submits_.wait(static_cast<std::uint32_t>(next + 1), [this] { return stop_.load(); });
-      if (stop_.load()) return;
-      if (next >= submitted_.load()) continue;
-      const Task task = tasks_[next % tasks_.size()];
-      pause();
-      try {
-        task.run(task.object, task.argument);
-      } catch (...) {
-        failure_ = std::current_exception();
-        failed_.store(true);
-        completes_.nudge();
-        return;
+      while (!wakes_.wait(seen + 1, [this] { return stop_.load(); }) && !stop_.load()) {
       }
-      ++next;
-      completed_.store(next, std::memory_order_release);
-      completes_.add();
+      if (stop_.load()) return;
+      seen = wakes_.value();  // before the tasks: a later wake is for later ones
+      const std::lock_guard<std::mutex> turn(turn_);
+      while (!stop_.load() && run_next()) {
+      }
     }
+  }
+
+  /// Runs the oldest task that has not run; false if there is none or the stream has failed. By the
+  /// holder of turn_.
+  bool run_next() {
+    const std::uint64_t next = completed_.load();
+    if (failed_.load() || next >= submitted_.load()) return false;
+    const Task task = tasks_[next % tasks_.size()];
+    pause();
+    try {
+      task.run(task.object, task.argument);
+    } catch (...) {
+      failure_ = std::current_exception();
+      failed_.store(true);
+      completes_.nudge();
+      return false;
+    }
+    completed_.store(next + 1, std::memory_order_release);
+    completes_.add();
+    return true;
   }
 
   void pause() {
@@ -106,7 +127,8 @@ class ThreadStream final : public Stream {
   std::uint64_t random_;
   std::atomic<std::uint64_t> submitted_{0};
   std::atomic<std::uint64_t> completed_{0};
-  base::Counter submits_;
+  base::Counter wakes_;
+  std::mutex turn_;  // of the thread that runs tasks: the worker, or one that waits
   base::Counter completes_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};

@@ -26,6 +26,9 @@ class Stream {
   virtual ~Stream() = default;
   /// Appends a task. Blocks only while the queue is full (`capacity` of make_*).
   virtual void submit(const Task& task) = 0;
+  /// Says that the caller goes on without waiting: what it has submitted runs beside it from now
+  /// on.
+  virtual void kick() = 0;
   /// Returns once the first `count` tasks are complete. Everything they wrote is visible
   /// afterwards. Throws the first task's error that stopped the stream.
   virtual void wait(std::uint64_t count) = 0;

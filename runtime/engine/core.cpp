@@ -252,8 +252,7 @@ void Core::prepare_bindings() {
   }
 }
 
-// -- endings
-// ---------------------------------------------------------------------------------------
+// -- endings --
 
 void Core::poison(std::exception_ptr cause, const std::string& message) {
   if (poison_ == nullptr) poison_ = std::move(cause);
@@ -324,8 +323,7 @@ void Core::check_between_steps(std::string_view call) const {
                    where() + "; call it between steps");
 }
 
-// -- ranges
-// ----------------------------------------------------------------------------------------
+// -- ranges --
 
 void Core::begin_micro_steps(int n) {
   const std::lock_guard<CallMutex> lock(mutex_);
@@ -368,8 +366,7 @@ MicroStep Core::micro_step() const {
   return {cursor_->micro(), cursor_->n(), blueprint_.options.loss_scale};
 }
 
-// -- positions
-// -------------------------------------------------------------------------------------
+// -- positions --
 
 GradientMode Core::acquire(UnitId unit, Pass pass) {
   const std::lock_guard<CallMutex> lock(mutex_);
@@ -445,8 +442,7 @@ void Core::skip(UnitId unit) {
   guarded([&] { cursor_->skip(unit); });
 }
 
-// -- addresses
-// -------------------------------------------------------------------------------------
+// -- addresses --
 
 void Core::bind(UnitId unit) {
   const std::int32_t u = unit.value;
@@ -559,8 +555,7 @@ void Core::on_bind(std::function<void(const Binding&)> callback) {
   on_bind_ = std::move(callback);
 }
 
-// -- what the cursor decides
-// -----------------------------------------------------------------------
+// -- what the cursor decides --
 
 void Core::issue(Queue /*the item's kind says it*/, const Signature& signature, const Item& item) {
   switch (item.kind) {

@@ -226,6 +226,13 @@ class Core final : private CursorSink {
 
 template <class Body>
 auto Core::guarded(Body&& body) {
+  // However the call ends, what it issued runs on.
+  struct Kick {
+    Core& core;
+    ~Kick() {
+      if (core.plane_ != nullptr) core.plane_->kick();
+    }
+  } const kick{*this};
   try {
     return body();
   } catch (const UsageError&) {

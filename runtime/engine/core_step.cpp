@@ -16,7 +16,7 @@ namespace {
 
 // Elements of a 16-bit segment that are updated and published together, while they are in the
 // cache.
-constexpr std::int64_t kPublishChunk = 4096;
+constexpr std::int64_t kPublishChunk = 1024;
 
 HyperParameters of(const StepOptions& o) {
   return {o.lr, o.weight_decay, o.beta1, o.beta2, o.eps, o.momentum};
@@ -132,9 +132,8 @@ StepReport Core::step(const StepOptions& options) {
     update_all(options, clip.factor);
   }
   guarded([&] {
-    // Stage 0 reads peers' accumulators until its gathers are complete.
     plane_->drain();
-    storage_->clear_accumulators();
+    storage_->clear_local();
     if (blueprint_.options.poison_slots) storage_->poison_gather_arena();
     cursor_->end_step(!report.skipped);
   });
@@ -169,6 +168,7 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
     const auto gather = [&](std::size_t k) {
       half_ = static_cast<int>(k % 2);
       cursor_->step_gather(order_[k]);
+      plane_->kick();
     };
     // Two buffers: the next unit's gradients arrive while this one is updated.
     std::uint64_t arrived = plane_->issued(Queue::gather);
@@ -187,7 +187,10 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
   } else {
     for (const std::int32_t u : order_) {
       update_unit(u, factor, 0);
-      with_peers([&] { cursor_->step_gather(u); });
+      with_peers([&] {
+        cursor_->step_gather(u);
+        plane_->kick();  // while the next unit is updated
+      });
     }
     with_peers([&] { plane_->drain(); });
   }

@@ -102,8 +102,7 @@ Cursor::Cursor(const Schedule* training, const Schedule* evaluation, bool reduce
   touched_.assign(units, 0);
 }
 
-// -- ranges
-// ----------------------------------------------------------------------------------------
+// -- ranges --
 
 void Cursor::micro_steps(std::int32_t n) {
   begin_range(n, training_);
@@ -177,8 +176,7 @@ void Cursor::finish_micro_step() {
   pump();
 }
 
-// -- issuing
-// ---------------------------------------------------------------------------------------
+// -- issuing --
 
 void Cursor::issue(const Item& item) {
   const bool reduces = item.kind == ItemKind::reduce || item.kind == ItemKind::vote;
@@ -229,8 +227,7 @@ void Cursor::wait(Queue queue, std::uint64_t count) {
   }
 }
 
-// -- positions
-// -------------------------------------------------------------------------------------
+// -- positions --
 
 const Position& Cursor::at(std::int32_t position) const {
   return schedule_->program[index(position)];
@@ -415,8 +412,7 @@ void Cursor::pass_flagged() {
   pump();
 }
 
-// -- the step
-// --------------------------------------------------------------------------------------
+// -- the step --
 
 void Cursor::begin_step() {
   if (!in_range_ || in_evaluation()) {
@@ -460,8 +456,7 @@ void Cursor::end_step(bool passed) {
   step_count_ += passed ? 1 : 0;
 }
 
-// -- checks
-// ----------------------------------------------------------------------------------------
+// -- checks --
 
 void Cursor::check_unit(UnitId unit, std::string_view call) const {
   const std::size_t units = schedule_->layout->units().size();
@@ -525,8 +520,7 @@ std::string Cursor::where() const {
                      in_evaluation() ? "evaluation pass" : "micro-step", micro_, n_);
 }
 
-// -- facts
-// -----------------------------------------------------------------------------------------
+// -- facts --
 
 bool Cursor::in_range() const {
   return in_range_;

@@ -116,6 +116,7 @@ void DataPlane::append(Queue queue, const Signature& signature, const Work& work
                        std::int64_t bytes) {
   endpoint_.publish(signature.sequence, pack(signature, bytes));
   Lane& lane = queue == Queue::gather ? gather_ : reduce_;
+  if (2 * (lane.count - lane.stream->completed()) >= lane.ring.size()) kick();  // submit may wait
   const std::uint64_t index = lane.count++ % lane.ring.size();
   lane.ring[index] = work;
   lane.stream->submit({queue == Queue::gather ? &run_gather : &run_reduce, this, index});
@@ -125,20 +126,30 @@ void DataPlane::issue(const Signature& signature, const Item& item, bool contrib
   const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(item.unit)];
   const bool gather = item.kind == ItemKind::gather;
   append(gather ? Queue::gather : Queue::reduce, signature,
-         {item, signature.sequence, contributes, 0},
+         {item, signature.sequence, contributes, 0, local_ || signature.micro == 0},
          gather ? unit.gather_bytes : unit.gradient_bytes);
 }
 
 void DataPlane::issue_step_gather(const Signature& signature, const Item& item, int half) {
-  append(Queue::gather, signature, {item, signature.sequence, true, half},
+  append(Queue::gather, signature, {item, signature.sequence, true, half, false},
          layout_.units()[static_cast<std::size_t>(item.unit)].gradient_bytes);
 }
 
 void DataPlane::wait(Queue queue, std::uint64_t count) {
+  // The caller may run this queue's tasks itself. Peers that wait in the other one must not wait
+  // for that.
+  (queue == Queue::gather ? reduce_ : gather_).stream->kick();
   (queue == Queue::gather ? gather_ : reduce_).stream->wait(count);
 }
 
+void DataPlane::kick() {
+  if (gather_.stream != nullptr) gather_.stream->kick();
+  if (reduce_.stream != nullptr) reduce_.stream->kick();
+}
+
 void DataPlane::drain() {
+  kick();  // both queues at once
+
   wait(Queue::gather, gather_.count);
   wait(Queue::reduce, reduce_.count);
 }
@@ -162,7 +173,13 @@ void DataPlane::run_gather(void* object, std::uint64_t index) {
   } else {
     self->step_gather(work);
   }
-  self->endpoint_.finish(comm::Lane::gather);
+  if (work.item.kind == ItemKind::gather_gradient) {
+    self->endpoint_.finish(comm::Lane::gather);
+  } else {
+    // Shards change only behind the next vote, or in a write of a tensor: before both every rank
+    // drains its queues and then meets the others, so no peer still reads.
+    self->endpoint_.part(comm::Lane::gather);
+  }
 }
 
 void DataPlane::run_reduce(void* object, std::uint64_t index) {
@@ -294,7 +311,9 @@ void DataPlane::reduce(const Work& work) {
   // last one.
   endpoint_.meet(comm::Lane::reduce, work.sequence, work.contributes || local_ ? 1 : 0);
   for (std::size_t s = 0; s < unit.segments.size(); ++s) {
-    if (unit.segments[s].trained()) reduce_segment(u, static_cast<std::int32_t>(s));
+    if (unit.segments[s].trained()) {
+      reduce_segment(u, static_cast<std::int32_t>(s), work.first_of_step);
+    }
   }
   endpoint_.finish(comm::Lane::reduce);
   if (blueprint_.options.poison_slots) {
@@ -302,7 +321,7 @@ void DataPlane::reduce(const Work& work) {
   }
 }
 
-void DataPlane::reduce_segment(std::int32_t u, std::int32_t s) {
+void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, bool first_of_step) {
   const shard::Segment& seg =
       layout_.units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
   DType dtype = seg.dtype;
@@ -334,7 +353,8 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s) {
             segments_[r] == nullptr ? nullptr : segments_[r] + (own.lo + first) * size_of(dtype);
       }
       kernels::reduce_add(sources, world_, dtype, dtype, blueprint_.options.reduction_group,
-                          accumulator + own.lo + first - rank_ * seg.shard, last - first);
+                          accumulator + own.lo + first - rank_ * seg.shard, last - first,
+                          first_of_step);
     });
     traffic_.reduced_bytes.fetch_add(own.count() * size_of(dtype) * world_,
                                      std::memory_order_relaxed);
@@ -352,7 +372,8 @@ void DataPlane::issue_vote(const Signature& signature, std::span<const char> tou
   for (std::size_t u = 0; u < touched.size(); ++u) {
     if (touched[u]) ballot_[sizeof ballot + u / 8] |= static_cast<std::byte>(1U << (u % 8));
   }
-  append(Queue::reduce, signature, {{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0},
+  append(Queue::reduce, signature,
+         {{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0, false},
          static_cast<std::int64_t>(ballot_.size()));
 }
 

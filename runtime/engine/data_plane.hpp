@@ -57,6 +57,8 @@ class DataPlane {
   void issue_step_gather(const Signature& signature, const Item& item, int half);
 
   void wait(Queue queue, std::uint64_t count);
+  /// The caller goes on: what it issued runs beside it from now on.
+  void kick();
   /// Everything that was issued.
   void drain();
   [[nodiscard]] std::uint64_t issued(Queue queue) const;
@@ -80,6 +82,7 @@ class DataPlane {
     std::uint64_t sequence = 0;
     bool contributes = false;
     int half = 0;
+    bool first_of_step = false;  // a reduction that sets the accumulators instead of adding to them
   };
   struct Lane {
     std::unique_ptr<device::Stream> stream;
@@ -95,7 +98,7 @@ class DataPlane {
   void copy_gradients(std::int32_t unit, int half);
   void reduce(const Work& work);
   void prepare_contribution(std::int32_t unit);
-  void reduce_segment(std::int32_t unit, std::int32_t s);
+  void reduce_segment(std::int32_t unit, std::int32_t s, bool first_of_step);
   void exchange_votes(const Work& work);
 
   const Blueprint& blueprint_;

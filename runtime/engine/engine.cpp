@@ -10,8 +10,7 @@
 
 namespace zshard {
 
-// -- Guard
-// -----------------------------------------------------------------------------------------
+// -- Guard --
 
 Guard::Guard(std::shared_ptr<engine::Core> core, UnitId unit, Pass pass)
     : core_(std::move(core)), unit_(unit), pass_(pass), exceptions_(std::uncaught_exceptions()) {}
@@ -79,8 +78,7 @@ void Guard::release() {
   core->release(unit_, pass_);
 }
 
-// -- MicroSteps
-// ------------------------------------------------------------------------------------
+// -- MicroSteps --
 
 MicroSteps::MicroSteps(std::shared_ptr<engine::Core> core)
     : core_(std::move(core)), exceptions_(std::uncaught_exceptions()) {}
@@ -102,8 +100,7 @@ MicroSteps::Iterator& MicroSteps::Iterator::operator++() {
   return *this;
 }
 
-// -- Engine
-// ----------------------------------------------------------------------------------------
+// -- Engine --
 
 Engine::Engine(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
                EngineOptions options)

@@ -86,7 +86,6 @@ void Storage::place() {
       places_.push_back(p);
     }
   }
-  accumulator_bytes_ = end[static_cast<std::size_t>(Category::gradients)];
 
   std::int64_t wire = 0;
   unit_gradients_.assign(layout.units().size(), 0);
@@ -251,12 +250,10 @@ shard::Range Storage::updated(int u, int s, const shard::Placed& p) const {
       .owned(p, rank_);
 }
 
-void Storage::clear_accumulators() {
-  std::byte* gradients = base(Category::gradients, rank_);
-  if (accumulator_bytes_ != 0)
-    std::memset(gradients, 0, static_cast<std::size_t>(accumulator_bytes_));
-  if (local_bytes_ != 0)
-    std::memset(gradients + local_begin_, 0, static_cast<std::size_t>(local_bytes_));
+void Storage::clear_local() {
+  if (local_bytes_ == 0) return;
+  std::memset(base(Category::gradients, rank_) + local_begin_, 0,
+              static_cast<std::size_t>(local_bytes_));
 }
 
 void Storage::poison_gather_arena() {

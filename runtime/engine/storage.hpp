@@ -51,7 +51,9 @@ class Storage {
   /// Elements of a parameter that this rank updates: all at stage 0, else the owned ones.
   [[nodiscard]] shard::Range updated(int u, int s, const shard::Placed& p) const;
 
-  void clear_accumulators();
+  /// The fp32 buffers of accumulation `local`. Accumulators need none: a step's first reduction
+  /// sets them.
+  void clear_local();
   /// Fills with 0xFF, a NaN in every dtype: reads of stale memory show.
   void poison_gather_arena();
 
@@ -83,7 +85,6 @@ class Storage {
   std::vector<std::int32_t> first_;  // per unit, index of its first segment in places_
   std::vector<SegmentPlace> places_;
   std::vector<std::int64_t> unit_gradients_;  // per unit, start of its gradient range
-  std::int64_t accumulator_bytes_ = 0;        // the accumulators come first in gradients
   std::int64_t local_begin_ = 0;
   std::int64_t local_bytes_ = 0;
   std::int64_t gathered_begin_ = 0;

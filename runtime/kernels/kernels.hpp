@@ -39,9 +39,9 @@ inline constexpr std::int64_t kSquareBlock = 1024;
 /// acc[i] += chain over ranks of wire(sources[r][i]); a null source gives +0.0. sources are of
 /// `dtype`, rounded to `wire` first; in groups of `group` consecutive ranks, then over the partials
 /// (group 0: one group). Each chain starts from its first term. acc overlaps no source. `wire`
-/// equal to `dtype`: as they are.
+/// equal to `dtype`: as they are. from_zero: acc counts as +0.0 and is not read.
 void reduce_add(const void* const* sources, int ranks, DType dtype, DType wire, int group,
-                float* acc, std::int64_t count);
+                float* acc, std::int64_t count, bool from_zero = false);
 /// buffer[i] += fp32 of gradient[i]. dtype is gradient's.
 void accumulate(const void* gradient, DType dtype, float* buffer, std::int64_t count);
 

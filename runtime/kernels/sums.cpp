@@ -51,7 +51,8 @@ ZSHARD_CLONES void on_wire(const void* source, DType dtype, DType wire, float* o
 enum class Into {
   set,     // out = ((a + b) + c) + d
   extend,  // out = (((out + a) + b) + c) + d
-  add      // out = out + (((a + b) + c) + d)
+  add,     // out = out + (((a + b) + c) + d)
+  start    // out = +0.0 + (((a + b) + c) + d)
 };
 
 template <Into into, int terms>
@@ -65,7 +66,9 @@ ZSHARD_INLINE void sum_loop(const float* const* x, float* __restrict out, std::i
     if constexpr (terms > 1) sum = sum + b[i];
     if constexpr (terms > 2) sum = sum + c[i];
     if constexpr (terms > 3) sum = sum + d[i];
-    out[i] = into == Into::add ? out[i] + sum : sum;
+    if constexpr (into == Into::add) sum = out[i] + sum;
+    if constexpr (into == Into::start) sum = 0.0f + sum;  // a sum of -0.0 becomes +0.0
+    out[i] = sum;
   }
 }
 
@@ -82,6 +85,7 @@ ZSHARD_CLONES void sum(Into into, const float* const* x, int terms, float* out,
   if (into == Into::set) sum_terms<Into::set>(x, terms, out, count);
   if (into == Into::extend) sum_terms<Into::extend>(x, terms, out, count);
   if (into == Into::add) sum_terms<Into::add>(x, terms, out, count);
+  if (into == Into::start) sum_terms<Into::start>(x, terms, out, count);
 }
 
 /// One chunk of the sources.
@@ -96,7 +100,7 @@ class Chunk {
   }
 
   /// out = the chain over ranks [first, last), started or extended, kTerms a pass; or, for at most
-  /// kTerms ranks, added to out.
+  /// kTerms ranks, put onto out.
   void chain(Into into, int first, int last, float* out) {
     const float* x[kTerms];
     while (first < last) {
@@ -165,8 +169,9 @@ ZSHARD_CLONES std::int64_t count_non_finite(const float* __restrict values, std:
 }  // namespace
 
 void reduce_add(const void* const* sources, int ranks, DType dtype, DType wire, int group,
-                float* acc, std::int64_t count) {
+                float* acc, std::int64_t count, bool from_zero) {
   if (ranks <= 0) return;
+  const Into onto = from_zero ? Into::start : Into::add;
   // Groups of one rank are the plain chain.
   const int size = group > 1 && group < ranks ? group : ranks;
   alignas(64) float total[kChunk];
@@ -178,7 +183,7 @@ void reduce_add(const void* const* sources, int ranks, DType dtype, DType wire, 
     const std::int64_t elements = std::min(kChunk, count - begin);
     chunk.move(begin, elements);
     if (ranks <= kTerms && size == ranks) {
-      chunk.chain(Into::add, 0, ranks, acc + begin);
+      chunk.chain(onto, 0, ranks, acc + begin);
       continue;
     }
     chunk.chain(Into::set, 0, size, total);
@@ -186,7 +191,7 @@ void reduce_add(const void* const* sources, int ranks, DType dtype, DType wire, 
       chunk.chain(Into::set, first, first + std::min(size, ranks - first), partial);
       sum(Into::extend, &partial_term, 1, total, elements);
     }
-    sum(Into::add, &total_term, 1, acc + begin, elements);
+    sum(onto, &total_term, 1, acc + begin, elements);
   }
 }
 

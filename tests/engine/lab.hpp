@@ -126,8 +126,7 @@ inline void fold(std::uint64_t& hash, const std::vector<float>& values) {
   }
 }
 
-// -- through the engine
-// ----------------------------------------------------------------------------
+// -- through the engine --
 
 class Loop {
  public:
@@ -283,8 +282,7 @@ inline Tensors train(const Case& c) {
   return results[0];
 }
 
-// -- the oracle
-// ------------------------------------------------------------------------------------
+// -- the oracle --
 
 class Oracle {
  public:
@@ -518,8 +516,7 @@ inline Tensors oracle(const Case& c) {
   return Oracle(c).run();
 }
 
-// -- random models
-// ---------------------------------------------------------------------------------
+// -- random models --
 
 inline int pick(std::mt19937_64& random, int low, int high) {
   return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));

@@ -76,8 +76,7 @@ TEST(ProcessEquality, OneBitChangesADigest) {
   EXPECT_NE(lab::digest(b), whole);
 }
 
-// -- the gpt example
-// -------------------------------------------------------------------------------
+// -- the gpt example --
 
 class Gpt : public testing::Test {
  protected:

@@ -5,6 +5,7 @@
 #include <xxhash.h>
 
 #include <cmath>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -119,15 +120,17 @@ struct Fault {
 
 std::vector<Fault> faults() {
   const std::vector<std::string> gone = {"cannot complete: rank 1 is gone (its process",
-                                         "has ended)", "of unit u"};
+                                         "has ended)", "of unit u", "micro-step"};
+  const std::vector<std::string> left = {"cannot complete: rank 1", "of unit u",
+                                         "in micro-step 0 of 2, range 3"};
   return {
       {"exception",
        "other",
        1,
        0,
        {"rank 1: a backward guard of unit u1 was left by an exception", "step 2, micro-step 1"}},
-      {"exception between steps", "other", 1, 0, {"cannot complete: rank 1", "of unit u0"}},
-      {"return between steps", "", 0, 0, {"cannot complete: rank 1", "of unit u0"}},
+      {"exception between steps", "other", 1, 0, left},
+      {"return between steps", "", 0, 0, left},
       {"_exit 0", "", 0, 0, gone},
       {"_exit 1", "", 1, 0, gone},
       {"exit", "", 3, 0, gone},
@@ -138,14 +141,13 @@ std::vector<Fault> faults() {
        "CommError",
        1,
        0,
-       {"ranks issued different collectives", "rank 0: ", "rank 1: ", "of unit u0",
-        "of an evaluation"}},
+       {"ranks issued different collectives", "rank 1: ", "of unit u", "range 3"}},
       {"more micro-steps",
        "CommError",
        1,
        0,
        {"ranks issued different collectives", "rank 1: ", "micro-step 0 of 3", "micro-step 0 of 2",
-        "of unit u0"}},
+        "of unit u"}},
       {"other shapes",
        "UsageError",
        1,
@@ -191,8 +193,7 @@ TEST(ProcessFaults, ARankThatIsStoppedPastTheDeadlineIsNamedAndEndsWithAnErrorAs
                    {{"kind", "SIGSTOP"}, {"victim", 1}, {"inline", inline_queues}});
     for (const std::size_t r : {0, 2}) {
       const Ending& end = children.wait(r);
-      expect_error(end, "CommError",
-                   {"rank 1 did not arrive within", "of unit u", "raise deadline_seconds"},
+      expect_error(end, "CommError", {"rank 1 did not ", "of unit u", "raise deadline_seconds"},
                    "rank " + std::to_string(r));
       const double waited = static_cast<double>(end.time - children.page().at[1].load()) * 1e-9;
       EXPECT_GT(waited, kDeadline - 0.1);
@@ -202,7 +203,7 @@ TEST(ProcessFaults, ARankThatIsStoppedPastTheDeadlineIsNamedAndEndsWithAnErrorAs
     EXPECT_FALSE(children.ended(1));
     const std::int64_t start = now();
     children.signal(1, SIGCONT);
-    expect_error(children.wait(1), "CommError", {"rank 1 did not arrive within"}, "rank 1");
+    expect_error(children.wait(1), "CommError", {"rank 1 did not "}, "rank 1");
     EXPECT_LT(static_cast<double>(children.wait(1).time - start) * 1e-9, kNoticed);
   }
 }
@@ -270,8 +271,7 @@ TEST(ProcessFaults, ANanOnOneRankSkipsTheStepOnAllAndTrainingGoesOn) {
   }
 }
 
-// -- killed at any moment
-// ----------------------------------------------------------------------------
+// -- killed at any moment --
 
 const lab::Scenario endless("endless", [](const Json& a) {
   const ProcessGroup group = ProcessGroup::from_environment();
@@ -353,12 +353,11 @@ TEST(ProcessFaults, AKillAtAnyMomentLeavesErrorsOnTheSurvivorsAndNothingElse) {
   std::cout << kills << " kills, slowest survivor " << slowest << " s\n";
 }
 
-// -- the state behind a failure
-// ---------------------------------------------------------------------
+// -- the state behind a failure --
 
 constexpr int kStateUnits = 4;
 constexpr std::int64_t kStateElements = 30'000;
-constexpr int kStateSteps = 6;
+constexpr int kStateSteps = 20;
 
 ModelSpec state_model() {
   ModelSpec spec;
@@ -392,25 +391,36 @@ void state_step(Engine& engine, const std::function<void()>& before_step) {
   engine.step();
 }
 
+/// The system kills this process after so many nanoseconds.
+void kill_after(std::int64_t nanoseconds) {
+  sigevent event{};
+  event.sigev_notify = SIGEV_SIGNAL;
+  event.sigev_signo = SIGKILL;
+  timer_t timer{};
+  if (timer_create(CLOCK_MONOTONIC, &event, &timer) != 0) throw Error("no timer");
+  itimerspec when{};
+  when.it_value.tv_nsec = std::max<std::int64_t>(1, nanoseconds % 1'000'000'000);
+  when.it_value.tv_sec = nanoseconds / 1'000'000'000;
+  timer_settime(timer, 0, &when, nullptr);
+}
+
 const lab::Scenario killed_in_step("killed in step", [](const Json& a) {
   const ProcessGroup group = ProcessGroup::from_environment();
   const int stage = a["stage"];
   Engine engine(state_model(), AdamW{.lr = 0.01}, group, options_of(a));
   std::vector<const float*> values;  // below stage 3 parameters stay where they are
-  std::atomic<bool> stepping{false};
-  std::thread killer;
-  if (group.rank() == a["victim"]) {
-    killer = std::thread([&] {
-      while (!stepping.load()) std::this_thread::yield();
-      const std::int64_t until = now() + a["microseconds"].get<std::int64_t>() * 1000;
-      while (now() < until) {
-      }
-      kill(getpid(), SIGKILL);
-    });
-  }
   const Outcome end = outcome([&] {
+    std::int64_t lasted = 0;  // of the step before
     for (int step = 0; step < kStateSteps; ++step) {
-      state_step(engine, [&] { stepping.store(step == a["step"]); });
+      std::int64_t begun = 0;
+      state_step(engine, [&] {
+        begun = now();
+        if (step == a["step"] && group.rank() == a["victim"]) {
+          kill_after(
+              static_cast<std::int64_t>(a["share"].get<double>() * static_cast<double>(lasted)));
+        }
+      });
+      lasted = now() - begun;
       if (!values.empty()) continue;
       for ([[maybe_unused]] const MicroStep m : engine.evaluation_passes(1)) {
         for (int u = 0; u < kStateUnits; ++u) {
@@ -453,12 +463,12 @@ TEST(ProcessFaults, StateStepSaysWhichParametersARankHoldsWheneverAPeerDies) {
     const int stage = turn % 3;
     const auto victim = static_cast<std::size_t>(turn / 3 % kWorld);
     // The sweep covers the drain of the queues, the vote, and the update with its gathers.
-    const int microseconds = turn * (lab::kSanitized ? 20'000 : 2'400) / turns;
+    const double share = 1.4 * turn / turns;
     const auto ends = run_job(kWorld, "killed in step",
                               {{"stage", stage},
                                {"victim", victim},
                                {"step", kStep},
-                               {"microseconds", microseconds},
+                               {"share", share},
                                {"delay", turn % 4 == 3 ? 300 : 0}});
     std::set<std::int64_t> seen;
     for (std::size_t r = 0; r < kWorld; ++r) {
@@ -467,8 +477,8 @@ TEST(ProcessFaults, StateStepSaysWhichParametersARankHoldsWheneverAPeerDies) {
       expect_error(ends[r], "CommError", {"rank " + std::to_string(victim)}, what);
       const Json said = ends[r].said();
       const std::int64_t at = said.value("state_step", std::int64_t{-1});
-      // The next range begins with a gather at stage 3 only: below it a rank may fail a step later.
-      ASSERT_TRUE(at >= kStep && at <= kStep + 2) << what << ": " << ends[r].text();
+      // A kill at 1.4 of a slow step's time may come a few quicker steps later.
+      ASSERT_TRUE(at >= kStep && at <= kStateSteps) << what << ": " << ends[r].text();
       EXPECT_EQ(said["count"], at) << what;
       EXPECT_EQ(said["hash"].get<std::uint64_t>(),
                 hashes[static_cast<std::size_t>(stage)][static_cast<std::size_t>(at)][r])
@@ -486,8 +496,7 @@ TEST(ProcessFaults, StateStepSaysWhichParametersARankHoldsWheneverAPeerDies) {
   }
 }
 
-// -- limits of memory and descriptors
-// ----------------------------------------------------------------
+// -- limits of memory and descriptors --
 
 std::int64_t status_kib(const std::string& field) {
   std::ifstream status("/proc/self/status");
@@ -635,8 +644,7 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
   std::cout << refused << " limits refused, " << served << " were enough\n";
 }
 
-// -- the watchdog's report
-// ---------------------------------------------------------------------------
+// -- the watchdog's report --
 
 TEST(ProcessFaults, TheReportInTheLogDirectorySaysWhereEveryRankStands) {
   std::string directory = "/tmp/zshard_test_XXXXXX";
@@ -662,7 +670,7 @@ TEST(ProcessFaults, TheReportInTheLogDirectorySaysWhereEveryRankStands) {
       EXPECT_NE(text.find("last collectives of rank " + std::to_string(r) + " of 3"),
                 std::string::npos)
           << text;
-      EXPECT_NE(text.find("vote in micro-step 1 of 2"), std::string::npos) << text;
+      EXPECT_NE(text.find("vote in micro-step 2 of 2"), std::string::npos) << text;
       EXPECT_NE(text.find("gather of unit u0"), std::string::npos) << text;
       EXPECT_NE(text.find("reduce of unit u2"), std::string::npos) << text;
       if (kind == "SIGKILL") {

@@ -69,8 +69,7 @@ std::vector<std::byte> bytes_of(int rank, std::size_t count) {
   return out;
 }
 
-// -- what the calls move
-// ---------------------------------------------------------------------------
+// -- what the calls move --
 
 TEST(ProcessGroup, AllGatherBroadcastAndBarrierMoveBytesOfAnySize) {
   for (const int world : {1, 2, 3, 5, 8}) {
@@ -160,8 +159,7 @@ TEST(ProcessGroup, AMeshHasOneAxisOfTheWorldsSize) {
   });
 }
 
-// -- arguments
-// -------------------------------------------------------------------------------------
+// -- arguments --
 
 TEST(ProcessGroup, BadSizesAndRootsAreUsageErrorsAndPeersMayGoOn) {
   run_ranks(2, [](const ProcessGroup& group) {
@@ -204,8 +202,7 @@ TEST(RunRanks, RunsManyRanks) {
 }
 #endif
 
-// -- errors
-// ----------------------------------------------------------------------------------------
+// -- errors --
 
 TEST(RunRanks, TheErrorThatCameFirstIsRethrownWithItsType) {
   const auto throw_at = [](int world, int first, auto&& early, auto&& late) {
@@ -386,15 +383,15 @@ TEST(ProcessGroup, AtTheDeadlineACallEitherTakesPlaceOnAllRanksOrOnNone) {
       ++complete;
     } else {
       ++failed;
-      for (const std::string& text : texts) expect_part(text, "rank 1 did not arrive");
+      // On a busy machine another rank may be the late one.
+      for (const std::string& text : texts) expect_part(text, "did not arrive");
     }
     EXPECT_TRUE(through.load() == 0 || through.load() == 3) << through.load();
   }
   EXPECT_EQ(complete + failed, 60);
 }
 
-// -- the environment
-// ------------------------------------------------------------------------------
+// -- the environment --
 
 /// Sets variables for a while; nothing else of this process reads them meanwhile.
 class Environment {

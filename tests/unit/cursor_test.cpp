@@ -140,8 +140,7 @@ class SlotSink : public engine::CursorSink {
   std::map<std::int32_t, Range> live_;
 };
 
-// -- random loops
-// ----------------------------------------------------------------------------------
+// -- random loops --
 
 class Random {
  public:
@@ -293,8 +292,7 @@ TEST(Cursor, WaitsAloneKeepSlotsSafe) {
   EXPECT_GT(uses, 5000);
 }
 
-// -- single rules
-// ----------------------------------------------------------------------------------
+// -- single rules --
 
 TEST(Cursor, LocalMicroStepsReduceOnlyInTheLast) {
   Rig rig(three_units(), {.stage = Stage::gradients}, false);

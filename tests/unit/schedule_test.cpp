@@ -42,8 +42,7 @@ std::string refusal(Call&& call) {
   }
 }
 
-// -- residency
-// -------------------------------------------------------------------------------------
+// -- residency --
 
 /// Never past the budget, never on top of each other, and a held unit stays where it is.
 void expect_sound(const engine::ResidencyPass& pass, const std::vector<std::int32_t>& units,
@@ -167,8 +166,7 @@ TEST(LatestCover, IsTheLastStampOfAnythingThatOverlaps) {
   }
 }
 
-// -- schedule
-// --------------------------------------------------------------------------------------
+// -- schedule --
 
 TEST(Schedule, AnEmptySpecIsLegal) {
   const ModelSpec spec;
@@ -295,8 +293,7 @@ TEST(Schedule, TwentyThousandPositionsPlanInSeconds) {
   }
 }
 
-// -- memory plan
-// -----------------------------------------------------------------------------------
+// -- memory plan --
 
 TEST(MemoryPlan, TiersAndArenas) {
   const ModelSpec spec = chain({1000, 3000});

@@ -123,6 +123,7 @@ TEST(Stream, DestructionWaitsForTheRunningTaskAndDropsTheRest) {
   {
     auto stream = make_thread_stream(8, 0, 1);
     for (std::uint64_t i = 0; i < 5; ++i) stream->submit(log.task(i));
+    stream->kick();
     while (!log.running.load()) std::this_thread::yield();
     std::thread late([&] {
       std::this_thread::sleep_for(milliseconds(30));
@@ -133,6 +134,34 @@ TEST(Stream, DestructionWaitsForTheRunningTaskAndDropsTheRest) {
     late.join();
   }
   EXPECT_EQ(log.seen, std::vector<std::uint64_t>{0});
+}
+
+TEST(Stream, WhatIsKickedRunsWithoutAWait) {
+  for (const auto& stream : streams()) {
+    Log log;
+    for (std::uint64_t turn = 1; turn <= 20; ++turn) {
+      stream->submit(log.task(turn));
+      stream->kick();
+      while (stream->completed() < turn) std::this_thread::yield();
+    }
+    EXPECT_EQ(log.seen.size(), 20U);
+  }
+}
+
+TEST(Stream, ASubmitAndAWaitRightAfterTheWorkerFellIdleAreNotLost) {
+  const auto stream = make_thread_stream(4, 0, 1);
+  Log log;
+  constexpr std::uint64_t kTurns = 2000;
+  for (std::uint64_t turn = 0; turn < kTurns; ++turn) {
+    stream->submit(log.task(2 * turn));
+    stream->kick();
+    while (stream->completed() < 2 * turn + 1) {
+    }
+    // Just now the worker takes its last look at the queue.
+    stream->submit(log.task(2 * turn + 1));
+    stream->wait(2 * turn + 2);
+  }
+  EXPECT_EQ(log.seen.size(), 2 * kTurns);
 }
 
 TEST(Stream, ManyMayBeMadeAndDestroyedIdle) {

@@ -154,8 +154,7 @@ TEST(LlmC, TheBackwardPassIsTheDerivativeOfTheForwardPass) {
   }
 }
 
-// -- hold 2: layer l and the LayerNorm of layer l + 1 are gathered at once
-// -----------------------
+// -- hold 2: layer l and the LayerNorm of layer l + 1 are gathered at once --
 
 struct HeldPair {
   Gpt model;
@@ -288,8 +287,7 @@ TEST(LlmC, HoldingTheNextLayerGivesTheStackedLoopsBits) {
                });
 }
 
-// -- hold 1: all LayerNorms that are fused are one small resident unit
-// ---------------------------
+// -- hold 1: all LayerNorms that are fused are one small resident unit --
 
 struct ResidentNorms {
   Gpt model;

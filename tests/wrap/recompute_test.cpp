@@ -121,8 +121,7 @@ Outcome train_plain(const Setting& setting) {
   return out;
 }
 
-// -- segments
-// ------------------------------------------------------------------------------------
+// -- segments --
 
 /// Forward of all layers; then from the last segment to the first: its forward again, its backward.
 ModelSpec segments(Net& net) {
@@ -177,8 +176,7 @@ TEST(Recompute, SegmentsGiveTheBitsOfStoredActivations) {
   expect_equal(segments(net), train_plain, train_segments);
 }
 
-// -- nested in the backward guard
-// ----------------------------------------------------------------
+// -- nested in the backward guard --
 
 /// `nested` acquires the layer again for its recomputation, as code that does not know its caller's
 /// guard would; without it the loop recomputes under the backward guard alone. Returns the bytes
