@@ -144,11 +144,13 @@ run_binaries() {
 # binaries PRESET: the test binaries that this build has.
 binaries() { grep -v '^$' "build/$1/test_binaries.txt" 2> /dev/null || true; }
 
-# fuzz PRESET SECONDS
+# fuzz PRESET SECONDS: ranks as threads, then half as long as processes.
 fuzz() {
   [ -x "build/$1/bin/fuzz" ] || return 0
-  say "fuzz $1 for $2 s"
+  say "fuzz $1 for $2 + $(($2 / 2)) s"
   check $(($2 + 120)) "fuzz $1, $2 s" "build/$1/bin/fuzz" --seconds "$2"
+  check $(($2 / 2 + 320)) "fuzz $1 with processes, $(($2 / 2)) s" \
+    "build/$1/bin/fuzz" --processes --seconds $(($2 / 2))
 }
 
 say "zshard tests: checks of the sources, release build$([ $quick = 1 ] || echo ', address and thread sanitizers')"
@@ -187,7 +189,7 @@ else
   [ ${#names[@]} -eq 0 ] || run_binaries 2400 asan "${names[@]}"
   fuzz asan 60
   # The thread sanitizer sees only what threads do: the binaries that run ranks.
-  mapfile -t names < <(binaries release | grep -E '^test_engine$')
+  mapfile -t names < <(binaries release | grep -E '^test_(engine|process)$')
   [ ${#names[@]} -gt 0 ] || mapfile -t names < <(binaries release | head -n 1)
   if [ ${#names[@]} -gt 0 ]; then
     build tsan "${names[@]}"

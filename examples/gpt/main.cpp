@@ -3,7 +3,8 @@
 //   gpt --data FILE... --ranks 2 --stage 3 --optimizer-tier host --digest
 //
 // Exit code 0 after success, 2 for arguments that cannot be served (too little memory for them
-// included), 1 for everything else.
+// included), 1 for everything else. SIGTERM abandons the step: a shell reports 143, other ranks end
+// with code 1 and an error that names the rank; nothing is left behind.
 #include <cblas.h>
 
 #include <cstdio>

@@ -35,7 +35,8 @@ class Board {
     std::atomic<std::uint64_t> sequence{0};
     std::atomic<std::uint64_t> payload{0};
     std::atomic<std::uint32_t> arrived{0};
-    std::atomic<std::uint32_t> done{0};
+    std::atomic<std::uint32_t> done{0};   // of those that end together
+    std::atomic<std::uint32_t> ended{0};  // of all, for the report
   };
   struct Signature {
     std::atomic<std::uint64_t> stamp{0};  // sequence + 1; 0 while it is written

@@ -79,10 +79,12 @@ void Endpoint::finish(Lane lane) {
   words.done.store(call.finishes, std::memory_order_release);
   board_->meeting(lane).done.add();
   await(lane, false);
-  recorder_.finish(lane);
+  part(lane);
 }
 
 void Endpoint::part(Lane lane) {
+  board_->rank(rank_).lane[static_cast<std::size_t>(lane)].ended.store(
+      calls_[static_cast<std::size_t>(lane)].count, std::memory_order_release);
   recorder_.finish(lane);
 }
 

@@ -20,7 +20,7 @@ std::string Endpoint::report() const {
   std::string out = fmt::format(
       "last collectives of rank {} of {}; times in seconds of the machine's monotonic clock\n"
       "{:>8}  {:<7}{:>16}{:>16}{:>16}{:>16}  what\n",
-      rank_, world_, "number", "queue", "issued", "arrived", "all here", "all done");
+      rank_, world_, "number", "queue", "issued", "arrived", "all here", "ended");
   const auto line = [&](const Recorder::Times& at, const char* queue) {
     PackedSignature signature{};
     const bool known = board_->read_signature(rank_, at.sequence, &signature);
@@ -58,7 +58,7 @@ std::string Endpoint::report() const {
     out += fmt::format("{:>8}{:>8}", r, peer.published.load(std::memory_order_acquire));
     for (const Board::LaneWords& words : peer.lane) {
       const std::uint32_t arrived = words.arrived.load(std::memory_order_acquire);
-      out += fmt::format("  {:>8}{:>8}{:>8}", arrived, words.done.load(std::memory_order_acquire),
+      out += fmt::format("  {:>8}{:>8}{:>8}", arrived, words.ended.load(std::memory_order_acquire),
                          arrived == 0 ? "-" : std::to_string(words.sequence.load()));
     }
     if (const auto gone = group_->gone(r)) {

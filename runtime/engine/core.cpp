@@ -66,8 +66,6 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
       group_(group.implementation()),
       rank_(group.rank()),
       world_(group.size()),
-      pool_(kernels::kernel_threads(options.threads < 0 ? 0 : std::min(options.threads, 1024),
-                                    group_->ranks_here())),
       exceptions_(std::uncaught_exceptions()) {
   // A rank whose arguments are refused still takes part, so that its peers get an error instead of
   // a deadline.
@@ -118,6 +116,8 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
   text.clear();
   std::shared_ptr<memory::Arena> board;
   attempt([&] {
+    pool_ = std::make_unique<kernels::Pool>(
+        kernels::kernel_threads(options.threads, group_->ranks_here()));
     storage_ = std::make_unique<Storage>(blueprint_, *group_);
     board = group_->make_board_memory(4 * DataPlane::queue_capacity(blueprint_),
                                       DataPlane::vote_bytes(blueprint_));
@@ -186,7 +186,7 @@ void Core::construct(std::shared_ptr<memory::Arena> board) {
                          DataPlane::vote_bytes(blueprint_)),
       blueprint_.options.deadline_seconds,
       [this](const comm::PackedSignature& s) { return DataPlane::describe(blueprint_, s); });
-  plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, pool_, rank_);
+  plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, *pool_, rank_);
   cursor_ = std::make_unique<Cursor>(&blueprint_.training, &blueprint_.evaluation,
                                      blueprint_.options.accumulation == Accumulation::reduced,
                                      static_cast<CursorSink*>(this));

@@ -188,7 +188,7 @@ class Core final : private CursorSink {
   std::shared_ptr<comm::Group> group_;
   int rank_;
   int world_;
-  kernels::Pool pool_;
+  std::unique_ptr<kernels::Pool> pool_;
   std::unique_ptr<Storage> storage_;
   std::unique_ptr<comm::Endpoint> endpoint_;
   std::unique_ptr<DataPlane> plane_;

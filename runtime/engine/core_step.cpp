@@ -231,7 +231,7 @@ void Core::update_unit(std::int32_t u, float factor, int half) {
       const shard::Range range = storage_->updated(u, s, p);
       const optimizers::Constants& constants = constants_[static_cast<std::size_t>(
           class_of_[static_cast<std::size_t>(p.parameter.value)])];
-      pool_.split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
+      pool_->split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
           const std::int64_t at = lo - base;
           optimizers::Elements e;

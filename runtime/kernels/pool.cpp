@@ -7,10 +7,19 @@
 namespace zshard::kernels {
 
 Pool::Pool(int threads) {
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (...) {
+    stop();  // those that did start
+    throw;
+  }
 }
 
 Pool::~Pool() {
+  stop();
+}
+
+void Pool::stop() {
   stop_.store(true);
   started_.add();
   for (std::thread& worker : workers_) worker.join();

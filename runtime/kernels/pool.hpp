@@ -14,7 +14,8 @@ namespace zshard::kernels {
 
 class Pool {
  public:
-  /// threads: in all, the caller's included; at least 1.
+  /// threads: in all, the caller's included; at least 1. Throws std::system_error if they cannot
+  /// start.
   explicit Pool(int threads);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -34,6 +35,7 @@ class Pool {
 
   using Function = void (*)(void* body, std::int64_t lo, std::int64_t hi);
   void work();
+  void stop();
   void run(Function function, void* body, std::int64_t count, std::int64_t piece);
   void take_pieces();
 

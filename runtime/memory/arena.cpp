@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -166,6 +167,45 @@ std::int64_t arena_bytes_in_process() {
   return in_process.load(std::memory_order_relaxed);
 }
 
+namespace {
+
+/// The number in the first line of a file; -1 if it cannot be read or is none ("max").
+std::int64_t number_in(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return -1;
+  long long value = -1;
+  if (std::fscanf(file, "%lld", &value) != 1) value = -1;
+  std::fclose(file);
+  return value;
+}
+
+/// What the memory limit of this process' control group, or of one above it, leaves; -1: no limit.
+std::int64_t left_in_group() {
+  std::FILE* file = std::fopen("/proc/self/cgroup", "re");
+  if (file == nullptr) return -1;
+  char line[4096];
+  std::string group;
+  while (std::fgets(line, sizeof line, file) != nullptr) {
+    if (std::strncmp(line, "0::/", 4) == 0) group = line + 3;  // version 2
+  }
+  std::fclose(file);
+  while (!group.empty() && (group.back() == '\n' || group.back() == '/')) group.pop_back();
+  std::int64_t least = -1;
+  while (true) {
+    const std::string directory = "/sys/fs/cgroup" + group;
+    const std::int64_t limit = number_in(directory + "/memory.max");
+    const std::int64_t used = number_in(directory + "/memory.current");
+    if (limit >= 0 && used >= 0) {
+      const std::int64_t left = std::max<std::int64_t>(0, limit - used);
+      least = least < 0 ? left : std::min(least, left);
+    }
+    if (group.empty()) return least;
+    group.resize(group.rfind('/'));
+  }
+}
+
+}  // namespace
+
 std::int64_t available_memory() {
   std::FILE* file = std::fopen("/proc/meminfo", "re");
   if (file == nullptr) return -1;
@@ -175,7 +215,9 @@ std::int64_t available_memory() {
     if (std::sscanf(line, "MemAvailable: %lld kB", &kib) != 1) kib = -1;
   }
   std::fclose(file);
-  return kib < 0 ? -1 : static_cast<std::int64_t>(kib) * 1024;
+  const std::int64_t machine = kib < 0 ? -1 : static_cast<std::int64_t>(kib) * 1024;
+  const std::int64_t group = left_in_group();
+  return group < 0 || (machine >= 0 && machine < group) ? machine : group;
 }
 
 }  // namespace zshard::memory

@@ -51,7 +51,8 @@ class Arena {
 /// back.
 std::int64_t arena_bytes_in_process();
 
-/// Bytes that the system says are available without swapping (MemAvailable); -1 if it does not say.
+/// Bytes that are available without swapping: MemAvailable, or what the memory limit of the
+/// process' control group leaves, if that is less; -1 if the system does not say.
 std::int64_t available_memory();
 
 }  // namespace zshard::memory
