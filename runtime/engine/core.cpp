@@ -239,13 +239,10 @@ void Core::prepare_bindings() {
   modes_.assign(layout.units().size(), GradientMode::accumulate);
   for (const UnitSpec& unit : blueprint_.spec.units()) {
     for (const ParameterSpec& p : unit.parameters) {
-      const shard::Place& place = layout.place(p.id);
-      const shard::Segment& segment = layout.units()[static_cast<std::size_t>(place.unit)]
-                                          .segments[static_cast<std::size_t>(place.segment)];
-      const shard::Placed& placed = segment.placed[static_cast<std::size_t>(place.index)];
-      bound_[static_cast<std::size_t>(place.unit)].push_back(
-          {p.id, p.data, p.gradient, place.segment, placed.start, size_of(segment.dtype),
-           segment.trained()});
+      const Location at = locate(p.id);
+      bound_[static_cast<std::size_t>(at.unit)].push_back(
+          {p.id, p.data, p.gradient, at.segment, at.placed->start, size_of(at.layout->dtype),
+           at.layout->trained()});
       p.data.assign(nullptr);
       p.gradient.assign(nullptr);
     }
@@ -506,36 +503,38 @@ UnitId Core::unit_of(ParameterId id) const {
   return UnitId{blueprint_.layout->place(id).unit};
 }
 
-void* Core::pointer(ParameterId id) const {
-  const std::lock_guard<CallMutex> lock(mutex_);
-  check_poison();
-  const UnitId unit = unit_of(id);
-  if (!cursor_->held(unit)) {
-    throw UsageError("parameter " + blueprint_.spec.parameter(id).name + ": its unit is not held");
-  }
+Core::Location Core::locate(ParameterId id) const {
   const shard::Place& place = blueprint_.layout->place(id);
   const shard::Segment& segment = blueprint_.layout->units()[static_cast<std::size_t>(place.unit)]
                                       .segments[static_cast<std::size_t>(place.segment)];
-  std::byte* base = storage_->replicated(place.unit, place.segment)
-                        ? storage_->full(rank_, place.unit, place.segment)
-                        : storage_->slot(cursor_->address(unit), place.unit, place.segment);
-  return base +
-         segment.placed[static_cast<std::size_t>(place.index)].start * size_of(segment.dtype);
+  return {place.unit, place.segment, &segment,
+          &segment.placed[static_cast<std::size_t>(place.index)]};
+}
+
+Core::Location Core::locate_held(ParameterId id) const {
+  if (!cursor_->held(unit_of(id))) {
+    throw UsageError("parameter " + blueprint_.spec.parameter(id).name + ": its unit is not held");
+  }
+  return locate(id);
+}
+
+void* Core::pointer(ParameterId id) const {
+  const std::lock_guard<CallMutex> lock(mutex_);
+  check_poison();
+  const Location at = locate_held(id);
+  std::byte* base = storage_->replicated(at.unit, at.segment)
+                        ? storage_->full(rank_, at.unit, at.segment)
+                        : storage_->slot(cursor_->address(UnitId{at.unit}), at.unit, at.segment);
+  return base + at.placed->start * size_of(at.layout->dtype);
 }
 
 void* Core::gradient(ParameterId id) const {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
-  const UnitId unit = unit_of(id);
-  if (!cursor_->held(unit)) {
-    throw UsageError("parameter " + blueprint_.spec.parameter(id).name + ": its unit is not held");
-  }
-  const shard::Place& place = blueprint_.layout->place(id);
-  const shard::Segment& segment = blueprint_.layout->units()[static_cast<std::size_t>(place.unit)]
-                                      .segments[static_cast<std::size_t>(place.segment)];
-  if (!segment.trained() || cursor_->held_backward(unit) < 0) return nullptr;
-  return storage_->gradient(rank_, place.unit, place.segment) +
-         segment.placed[static_cast<std::size_t>(place.index)].start * size_of(segment.dtype);
+  const Location at = locate_held(id);
+  if (!at.layout->trained() || cursor_->held_backward(UnitId{at.unit}) < 0) return nullptr;
+  return storage_->gradient(rank_, at.unit, at.segment) +
+         at.placed->start * size_of(at.layout->dtype);
 }
 
 GradientMode Core::gradient_mode(UnitId unit) const {

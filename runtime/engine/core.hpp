@@ -175,6 +175,8 @@ class Core final : private CursorSink {
   void update_unit(std::int32_t unit, float factor, int half);
   void fill_report_totals(StepReport& report);
 
+  [[nodiscard]] Location locate(ParameterId id) const;       // of the owner, for an alias
+  [[nodiscard]] Location locate_held(ParameterId id) const;  // UsageError if its unit is not held
   [[nodiscard]] Location locate(const std::string& name) const;
   void fill_own(UnitId unit, const Initializer& fill);
   void rendezvous(comm::Operation operation, std::uint64_t tag);

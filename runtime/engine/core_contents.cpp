@@ -32,12 +32,7 @@ std::uint64_t tag_of(Core::Content content, const std::string& name, const std::
 }  // namespace
 
 Core::Location Core::locate(const std::string& name) const {
-  const ParameterId id = blueprint_.spec.parameter_id(name);
-  const shard::Place& place = blueprint_.layout->place(id);
-  const shard::Segment& segment = blueprint_.layout->units()[static_cast<std::size_t>(place.unit)]
-                                      .segments[static_cast<std::size_t>(place.segment)];
-  return {place.unit, place.segment, &segment,
-          &segment.placed[static_cast<std::size_t>(place.index)]};
+  return locate(blueprint_.spec.parameter_id(name));
 }
 
 void Core::rendezvous(comm::Operation operation, std::uint64_t tag) {
