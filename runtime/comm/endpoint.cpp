@@ -39,6 +39,8 @@ void Endpoint::publish(std::uint64_t sequence, const PackedSignature& signature)
 }
 
 void Endpoint::meet(Lane lane, std::uint64_t sequence, std::uint64_t payload) {
+  // Who does not come keeps all others from going on.
+  if (board_->failed()) throw_failure({});
   Call& call = calls_[static_cast<std::size_t>(lane)];
   ++call.count;
   call.sequence = sequence;

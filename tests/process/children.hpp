@@ -97,7 +97,9 @@ class Children {
   std::size_t start(const std::vector<std::string>& command, const Variables& variables) {
     std::vector<std::string> environment;
     for (char** entry = environ; *entry != nullptr; ++entry) {
-      if (foreign(*entry)) environment.emplace_back(*entry);
+      const std::string text = *entry;
+      const bool replaced = variables.count(text.substr(0, text.find('='))) != 0;
+      if (!replaced && foreign(*entry)) environment.push_back(text);
     }
     for (const auto& [name, value] : variables) environment.push_back(name + "=" + value);
     environment.emplace_back("ZSHARD_TEST_PAGE=" + std::to_string(kPageDescriptor));
