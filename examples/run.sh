@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to a trained language model: installs what is missing, builds, trains a GPT on real
-# text for about a minute, and shows what zshard did. Runs any number of times; needs no network
-# once everything is installed.
+# From nothing to a trained language model: installs what is missing, builds (minutes, the first time),
+# trains a GPT on real text twice, at stage 3 and at stage 0, about a minute each, and shows what
+# zshard did. Runs any number of times; needs no network once everything is installed.
 #
 #   bash examples/run.sh [--steps N] [--data FILE...]
 #

@@ -62,7 +62,9 @@ class ProcessGroup {
 
 /// Settings of run_ranks.
 struct RunOptions {
-  double deadline_seconds = 600.0;  ///< how long a collective waits for a slow rank
+  /// How long the group's own calls, construction, reads and writes wait for a slow rank. The
+  /// engine's collectives have EngineOptions::deadline_seconds.
+  double deadline_seconds = 600.0;
 };
 
 /// Runs fn(group) on n threads, one a rank, and returns when all have ended. If ranks threw,

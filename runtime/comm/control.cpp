@@ -74,6 +74,12 @@ void ControlBoard::leave(int r, const std::string& reason) const {
   header_->met.nudge();
 }
 
+std::optional<Operation> ControlBoard::inside(int r) const {
+  const std::uint32_t word = rank(r).inside.load(std::memory_order_acquire);
+  if (word == 0) return std::nullopt;
+  return static_cast<Operation>(word - 1);
+}
+
 std::optional<std::string> ControlBoard::left(int r) const {
   if (rank(r).gone.load(std::memory_order_acquire) == 0) return std::nullopt;
   return std::string(rank(r).reason.data());
@@ -107,6 +113,11 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   const auto world = static_cast<std::uint32_t>(board_.world());
   ControlBoard::Rank& me = board_.rank(rank_);
   me.signature = signature;
+  struct Inside {
+    std::atomic<std::uint32_t>& word;
+    ~Inside() { word.store(0, std::memory_order_release); }
+  } const inside{me.inside};
+  me.inside.store(static_cast<std::uint32_t>(signature.operation) + 1, std::memory_order_release);
   const std::uint32_t call = ++calls_;
   if (!board_.arrive(me, call)) refuse();
 

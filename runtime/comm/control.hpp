@@ -27,6 +27,7 @@ class ControlBoard {
         signature;  // written before it arrives, read by peers between arrival and done
     std::atomic<std::uint32_t> arrived{0};  // calls it has come to
     std::atomic<std::uint32_t> done{0};     // calls it has finished
+    std::atomic<std::uint32_t> inside{0};   // the operation of the call it is in, + 1; 0: in none
     std::atomic<std::uint32_t> gone{0};     // 1: reason can be read
     std::array<char, 500> reason{};
     alignas(64) std::array<std::byte, kChunk> data{};
@@ -52,6 +53,8 @@ class ControlBoard {
   [[nodiscard]] bool broken() const;
   [[nodiscard]] std::string why() const;
   void leave(int r, const std::string& reason) const;
+  /// The call that rank r is in.
+  [[nodiscard]] std::optional<Operation> inside(int r) const;
   [[nodiscard]] std::optional<std::string> left(int r) const;
 
   [[nodiscard]] base::Counter& met() const { return header_->met; }

@@ -7,6 +7,12 @@
 #include "zshard/error.hpp"
 
 namespace zshard::comm {
+namespace {
+
+// Seconds after which a rank that is in another call has not just been on its way out of it.
+constexpr double kCrossed = 0.1;
+
+}  // namespace
 
 Endpoint::Endpoint(std::shared_ptr<Group> group, std::shared_ptr<Board> board,
                    double deadline_seconds,
@@ -119,6 +125,9 @@ void Endpoint::await(Lane lane, bool arrival) {
         cause = mismatch(call.sequence);
         if (cause.empty()) cause = missing(lane, arrival, waited.count());
         if (cause.empty()) return false;
+        // First there: once the board has failed this rank may be on its way out, which would hide
+        // the cause from a rank that waits in another call.
+        if (cause.starts_with("ranks made different calls")) group_->breaks(cause);
         board_->fail(cause);
         return true;
       });
@@ -163,9 +172,22 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     };
     if (gone) return what() + " is gone (" + *gone + ")";
     if (left) return what() + " has destroyed its engine";
+    const auto elsewhere = group_->inside(r);
+    // A rank drains its queues before such a call: it cannot come here while it waits for this rank
+    // there.
+    const bool crossed = elsewhere == Operation::read || elsewhere == Operation::write ||
+                         elsewhere == Operation::initialize;
+    if (crossed && waited > kCrossed) {
+      return "ranks made different calls: " + what() + " is in " + to_string(*elsewhere) +
+             "; reads, writes and initialize are collective: every rank calls them, between steps";
+    }
     if (waited > deadline_) {
       return what() + " did not " + (arrival ? "arrive" : "finish") + " within " +
-             std::to_string(deadline_) + " s; raise deadline_seconds if it is only slow";
+             std::to_string(deadline_) + " s" +
+             (elsewhere
+                  ? ": it is in " + to_string(*elsewhere) +
+                        ", and every rank must make the same collective calls in the same order"
+                  : std::string("; raise deadline_seconds if it is only slow"));
     }
   }
   return {};

@@ -64,6 +64,10 @@ class Group {
   /// This rank is on its way out by an exception. Called before peers can notice it, so that the
   /// cause can be told from what it causes.
   virtual void fails() noexcept {}
+  /// The control collective that rank r is in now; nullopt: in none. From any thread.
+  [[nodiscard]] virtual std::optional<Operation> inside(int /*r*/) const { return std::nullopt; }
+  /// Makes every rank's present and later control collectives throw CommError with this cause.
+  virtual void breaks(const std::string& /*cause*/) {}
   /// Ranks of this group on this machine: they share its memory and cores.
   [[nodiscard]] virtual int ranks_here() const = 0;
 

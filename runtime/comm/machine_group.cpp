@@ -97,6 +97,14 @@ std::vector<std::shared_ptr<memory::Arena>> MachineGroup::share(
   return pass(std::move(mine));
 }
 
+std::optional<Operation> MachineGroup::inside(int r) const {
+  return control_->board().inside(r);
+}
+
+void MachineGroup::breaks(const std::string& cause) {
+  control_->board().breaks(cause);
+}
+
 std::optional<std::string> MachineGroup::gone(int r) const {
   if (control_ != nullptr) {
     if (auto reason = control_->board().left(r)) return reason;

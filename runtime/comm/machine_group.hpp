@@ -27,6 +27,8 @@ class MachineGroup final : public Group {
   std::shared_ptr<memory::Arena> make_arena(std::int64_t bytes) override;
   std::vector<std::shared_ptr<memory::Arena>> share(std::shared_ptr<memory::Arena> mine) override;
   std::optional<std::string> gone(int r) const override;
+  std::optional<Operation> inside(int r) const override;
+  void breaks(const std::string& cause) override;
   int ranks_here() const override { return size(); }
 
  private:

@@ -110,6 +110,14 @@ std::vector<std::shared_ptr<memory::Arena>> ThreadGroup::share(
   return all;
 }
 
+std::optional<Operation> ThreadGroup::inside(int r) const {
+  return control_.board().inside(r);
+}
+
+void ThreadGroup::breaks(const std::string& cause) {
+  control_.board().breaks(cause);
+}
+
 std::optional<std::string> ThreadGroup::gone(int r) const {
   return control_.board().left(r);
 }

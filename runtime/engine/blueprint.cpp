@@ -93,13 +93,15 @@ std::int64_t Blueprint::gather_arena() const {
 }
 
 std::string Blueprint::identity() const {
+  // What a user wrote comes before what follows from it: the first difference is what ranks report.
   std::string text = layout->text();
-  text += training.text();
-  text += evaluation.text();
   const auto line = [&](const std::string& name, const std::string& value) {
     text += "option " + name + " " + value + "\n";
   };
   line("stage", std::string(to_string(options.stage)));
+  line("gather_budget", options.gather_budget ? std::to_string(*options.gather_budget) : "unset");
+  line("look_ahead", std::to_string(options.look_ahead));
+  line("behind", std::to_string(options.behind));
   line("accumulation", std::string(to_string(options.accumulation)));
   line("wire", options.wire ? std::string(to_string(*options.wire)) : "unset");
   line("reduction_group", std::to_string(options.reduction_group));
@@ -116,6 +118,8 @@ std::string Blueprint::identity() const {
   for (const GroupSpec& group : spec.groups()) {
     hyper("of group " + group.name, optimizers::merged(rule.defaults(), group.hyper));
   }
+  text += training.text();
+  text += evaluation.text();
   return text;
 }
 

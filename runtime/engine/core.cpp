@@ -125,6 +125,9 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
   agree(status, text, own);
   attempt([&] { construct(std::move(board)); });
   agree(status, text, own);
+  base::log_info(base::Topic::engine, rank_, "stage {}, {} ranks, {} units, {} bytes in arenas",
+                 static_cast<int>(options.stage), world_, spec.units().size(),
+                 storage_->reserved_bytes());
 }
 
 void Core::agree(std::uint32_t status, const std::string& text, std::exception_ptr own) {
@@ -174,7 +177,8 @@ void Core::agree(std::uint32_t status, const std::string& text, std::exception_p
     if (first == other) continue;
     throw UsageError(
         "ranks made different engines: " + first_difference(first, other, 0, r) +
-        ". Spec, optimizer and options that change bits must be the same on every rank");
+        ". Spec, optimizer and the options that shape layout, schedule or bits must be the same on "
+        "every rank");
   }
 }
 

@@ -95,7 +95,8 @@ StepReport Core::step(const StepOptions& options) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   if (!cursor_->in_range() || cursor_->in_evaluation()) {
-    throw UsageError("step() without micro_steps()" + where());
+    throw UsageError("step() without micro_steps()" + where() +
+                     "; open a range with micro_steps(n) for each step");
   }
   const double scale =
       options.gradient_scale.value_or(1.0 / (static_cast<double>(world_) * cursor_->n()));

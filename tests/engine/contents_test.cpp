@@ -2,6 +2,7 @@
 // pitfalls.md, kinds "Reduction" and "Interface".
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <mutex>
 #include <numeric>
@@ -101,6 +102,33 @@ TEST(Contents, RanksThatWriteDifferentValuesGetAnErrorOnEveryRank) {
                   CommError);
             },
             {20.0});
+}
+
+TEST(Contents, AReadOnOneRankWhileTheOtherTrainsIsAnErrorOnBothLongBeforeTheDeadline) {
+  for (int stage = 0; stage < 4; ++stage) {
+    const auto start = std::chrono::steady_clock::now();
+    run_ranks(2,
+              [&](const ProcessGroup& group) {
+                ModelSpec spec;
+                auto unit = spec.unit("u");
+                unit.parameter("w", {8});
+                Engine engine(spec, SGD{}, group, {.stage = static_cast<Stage>(stage)});
+                try {
+                  if (group.rank() == 0) read(engine, "w", 8);
+                  for ([[maybe_unused]] const MicroStep m : engine.micro_steps(1))
+                    feed(engine, unit.id(), 1);
+                  engine.step();
+                  ADD_FAILURE() << "no error on rank " << group.rank();
+                } catch (const CommError& error) {
+                  const std::string text = error.what();
+                  EXPECT_NE(text.find("rank 0 is in a read of a tensor"), std::string::npos)
+                      << text;
+                }
+              },
+              {600.0});
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+    EXPECT_LT(spent.count(), 60.0) << "stage " << stage;
+  }
 }
 
 TEST(Contents, AnInitializerIsAskedForOwnedPiecesOnceOverAllRanks) {

@@ -38,12 +38,15 @@ using std::chrono::milliseconds;
 constexpr int kWorld = 3;
 // Survivors hear of a dead process within 200 ms; the rest is for a loaded machine.
 constexpr double kNoticed = lab::kSanitized ? 10.0 : 2.0;
+// Of the tests that wait for it to pass.
+constexpr double kShort = lab::kSanitized ? 8.0 : kDeadline;
 
 EngineOptions options_of(const Json& arguments) {
   EngineOptions options = at_stage(arguments.value("stage", 3));
   options.inline_queues = arguments.value("inline", false);
   options.log_dir = arguments.value("log_dir", "");
   options.test_delay_microseconds = arguments.value("delay", 0);
+  options.deadline_seconds = kShort;
   return options;
 }
 
@@ -190,14 +193,15 @@ TEST(ProcessFaults, ARankThatIsStoppedPastTheDeadlineIsNamedAndEndsWithAnErrorAs
   for (const bool inline_queues : {false, true}) {
     Children children(lab::kJobSeconds + kDeadline);
     lab::start_job(children, kWorld, "fault",
-                   {{"kind", "SIGSTOP"}, {"victim", 1}, {"inline", inline_queues}});
+                   {{"kind", "SIGSTOP"}, {"victim", 1}, {"inline", inline_queues}},
+                   {.deadline = kShort});
     for (const std::size_t r : {0, 2}) {
       const Ending& end = children.wait(r);
       expect_error(end, "CommError", {"rank 1 did not ", "of unit u", "raise deadline_seconds"},
                    "rank " + std::to_string(r));
       const double waited = static_cast<double>(end.time - children.page().at[1].load()) * 1e-9;
-      EXPECT_GT(waited, kDeadline - 0.1);
-      EXPECT_LT(waited, kDeadline + kNoticed);
+      EXPECT_GT(waited, kShort - 0.1);
+      EXPECT_LT(waited, kShort + kNoticed);
       EXPECT_EQ(end.said()["state_step"], 2);
     }
     EXPECT_FALSE(children.ended(1));
@@ -220,7 +224,8 @@ TEST(ProcessFaults, AStopBelowTheDeadlineChangesNothing) {
 }
 
 TEST(ProcessFaults, ABarrierOfOneRankAloneIsNamedAtTheDeadline) {
-  const auto ends = run_job(kWorld, "fault", {{"kind", "a barrier of its own"}, {"victim", 1}});
+  const auto ends = run_job(kWorld, "fault", {{"kind", "a barrier of its own"}, {"victim", 1}},
+                            {.deadline = kShort});
   for (const std::size_t r : {0, 2}) {
     expect_error(ends[r], "CommError", {"cannot complete: rank 1"}, "survivor");
   }
@@ -604,7 +609,8 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
                                  c.before + " on rank " + std::to_string(rank);
         const auto ends =
             run_job(2, "limited",
-                    {{"limit", c.limit}, {"more", more}, {"rank", rank}, {"before", c.before}});
+                    {{"limit", c.limit}, {"more", more}, {"rank", rank}, {"before", c.before}},
+                    {.deadline = kShort});
         const auto kind = [&](const Ending& end) {
           const Json said = end.said();
           return said.is_object() ? said["type"].get<std::string>() : end.text();
