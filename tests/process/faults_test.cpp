@@ -603,6 +603,9 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
   int served = 0;
   for (const Case& c : cases) {
     if (lab::kSanitized && c.limit == "AS") continue;  // a sanitizer reserves terabytes
+#ifdef __SANITIZE_ADDRESS__
+    if (c.limit == "NOFILE") continue;  // its check of virtual calls needs descriptors
+#endif
     for (const std::int64_t more : c.more) {
       for (const int rank : {0, 1}) {
         const std::string what = c.limit + " + " + std::to_string(more) + " before the " +
@@ -645,8 +648,8 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
       }
     }
   }
-  EXPECT_GT(refused, 10);
-  EXPECT_GT(served, 4);
+  EXPECT_GE(refused, lab::kSanitized ? 8 : 30);
+  EXPECT_GT(served, 0);
   std::cout << refused << " limits refused, " << served << " were enough\n";
 }
 

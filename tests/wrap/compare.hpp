@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -164,13 +165,21 @@ inline EngineOptions options_of(Stage stage, GradientMode mode, Accumulation acc
   return options;
 }
 
+inline bool exhaustive() {
+  const char* wanted = std::getenv("ZSHARD_EXHAUSTIVE");
+  return wanted != nullptr && std::string(wanted) == "1";
+}
+
 /// The setting that stands for each reference: what changes bits.
 inline std::vector<Setting> references() {
   std::vector<Setting> settings;
-  for (int world = 1; world <= 3; ++world) {
+  const std::vector<int> worlds =
+      exhaustive() ? std::vector<int>{1, 2, 3, 4, 5, 7, 8} : std::vector<int>{1, 2, 3};
+  const int many = exhaustive() ? 3 : 2;
+  for (const int world : worlds) {
     for (const auto& [n, how] : {std::pair{1, Accumulation::reduced},
-                                 {2, Accumulation::reduced},
-                                 {2, Accumulation::local}})
+                                 {many, Accumulation::reduced},
+                                 {many, Accumulation::local}})
       settings.push_back({world, n, options_of(Stage::replicated, GradientMode::accumulate, how)});
   }
   return settings;
@@ -186,7 +195,12 @@ inline std::vector<Setting> variants(const Setting& reference, const ModelSpec& 
                       options_of(static_cast<Stage>(stage), mode, reference.options.accumulation)};
       settings.push_back(setting);  // all units at once
       if (setting.options.stage != Stage::parameters) continue;
-      setting.options.gather_budget = minimum_gather_budget(spec, setting.world);
+      const std::int64_t least = minimum_gather_budget(spec, setting.world);
+      setting.options.gather_budget = least;
+      settings.push_back(setting);
+      if (!exhaustive()) continue;
+      setting.options.gather_budget =
+          least + (maximum_gather_budget(spec, setting.world) - least) / 2;
       settings.push_back(setting);
     }
   }
