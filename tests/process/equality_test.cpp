@@ -39,7 +39,7 @@ TEST(ProcessEquality, EveryPairOfFactorsGivesTheOraclesBits) {
   }
   ASSERT_EQ(of_world.size(), 7U);
   for (const auto& [world, some] : of_world) {
-    const auto ends = lab::run_job(world, "rows", some, {.seconds = 4 * lab::kJobSeconds});
+    const auto ends = lab::run_job(world, "rows", some, {.seconds = 10 * lab::kJobSeconds});
     lab::expect_success(ends, "world " + std::to_string(world));
     for (const Ending& end : ends) EXPECT_EQ(end.said()["rows"], some.size()) << end.text();
   }
@@ -55,7 +55,7 @@ TEST(ProcessEquality, QueuesWithPausesChangeNoBit) {
     row[lab::kQueues] = 2;
     some.push_back(Json::array({row, 5000 + i}));
   }
-  const auto ends = lab::run_job(3, "rows", some, {.seconds = 4 * lab::kJobSeconds});
+  const auto ends = lab::run_job(3, "rows", some, {.seconds = 10 * lab::kJobSeconds});
   lab::expect_success(ends, "with pauses");
 }
 

@@ -591,7 +591,7 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
       {"NOFILE", "group", {0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12}, "ulimit -n"},
       {"NOFILE", "engine", {0, 1, 2, 3, 4, 5, 6, 8}, "ulimit -n"},
       {"FSIZE", "group", {0, 4096, 4 * kMiB}, "ulimit -f"},
-      {"FSIZE", "engine", {0, 4096, 8 * kMiB}, "ulimit -f"},
+      {"FSIZE", "engine", {0, 4096, 8 * kMiB, 512 * kMiB}, "ulimit -f"},
       {"AS", "group", {2 * kMiB, 4 * kMiB, 8 * kMiB}, "ulimit -v"},
       {"AS",
        "engine",

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstring>
@@ -240,13 +241,20 @@ TEST(Launcher, ARankWithNonsenseLeavesTheOthersAnErrorAtTheDeadline) {
 
 // -- strangers --
 
-/// Connects to a job's rank 0 as a foreign program would; -1 if nobody listens within a second.
-int connect_to(const std::string& job) {
-  const std::string name = "zshard/" + std::to_string(getuid()) + "/" + job;
+/// The place where a job meets.
+sockaddr_un address_of(const std::string& job, uid_t owner, socklen_t* length) {
+  const std::string name = "zshard/" + std::to_string(owner) + "/" + job;
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path + 1, name.data(), name.size());
-  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+/// Connects to a job's rank 0 as a foreign program would; -1 if nobody listens within a second.
+int connect_to(const std::string& job, uid_t owner = getuid()) {
+  socklen_t length = 0;
+  const sockaddr_un address = address_of(job, owner, &length);
   for (int i = 0; i < 1000; ++i) {
     const int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (connect(s, reinterpret_cast<const sockaddr*>(&address), length) == 0) return s;
@@ -254,6 +262,15 @@ int connect_to(const std::string& job) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return -1;
+}
+
+/// Takes the place of a job's rank 0; not listening yet.
+int listen_as(const std::string& job) {
+  socklen_t length = 0;
+  const sockaddr_un address = address_of(job, getuid(), &length);
+  const int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (bind(s, reinterpret_cast<const sockaddr*>(&address), length) != 0) return -1;
+  return s;
 }
 
 TEST(Launcher, StrangersThatConnectDoNotStopAJob) {
@@ -279,16 +296,66 @@ TEST(Launcher, StrangersThatConnectDoNotStopAJob) {
   }
 }
 
+/// A process of another user in this test's name space: runs body, and is gone.
+template <class Body>
+pid_t as_nobody(Body&& body) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  if (setresgid(65534, 65534, 65534) != 0 || setresuid(65534, 65534, 65534) != 0) _exit(9);
+  body();
+  _exit(0);
+}
+
+TEST(Launcher, AnotherUsersProcessIsNotLetIn) {
+  if (getuid() != 0) GTEST_SKIP() << "only root can act as another user";
+  // It knows the protocol and says that it is rank 1.
+  const std::string job = lab::new_job();
+  Children children(lab::kJobSeconds);
+  auto variables = lab::torchrun(job, 0, 2);
+  variables["ZSHARD_DEADLINE_SECONDS"] = "10";
+  children.start(lab::command_of("meet", Json::object()), variables);
+  const pid_t intruder = as_nobody([&] {
+    const int s = connect_to(job, 0);
+    const std::int32_t hello[] = {0x7A736831, 1, 2};
+    if (s < 0 || send(s, hello, sizeof hello, MSG_NOSIGNAL) < 0) _exit(8);
+    char answer[600];
+    _exit(recv(s, answer, sizeof answer, 0) > 0 ? 7 : 0);
+  });
+  int status = -1;
+  waitpid(intruder, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 0) << "it was answered";
+  variables = lab::torchrun(job, 1, 2);
+  variables["ZSHARD_DEADLINE_SECONDS"] = "10";
+  children.start(lab::command_of("meet", Json::object()), variables);
+  expect_met(children.wait(), "another user's rank 1");
+}
+
+TEST(Launcher, AnotherUsersProcessInThePlaceOfRankZeroIsRefused) {
+  if (getuid() != 0) GTEST_SKIP() << "only root can act as another user";
+  const std::string job = lab::new_job();
+  const int listener = listen_as(job);
+  ASSERT_GE(listener, 0);
+  // Credentials of a listener are those of the process that called listen().
+  const pid_t squatter = as_nobody([&] {
+    listen(listener, 8);
+    pause();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  Children children(lab::kJobSeconds);
+  auto variables = lab::torchrun(job, 1, 2);
+  variables["ZSHARD_DEADLINE_SECONDS"] = std::to_string(kDeadline);
+  children.start(lab::command_of("meet", Json::object()), variables);
+  expect_error(children.wait(0), "CommError", {"belongs to another user"}, "rank 1");
+  kill(squatter, SIGKILL);
+  waitpid(squatter, nullptr, 0);
+  close(listener);
+}
+
 TEST(Launcher, AStrangerInThePlaceOfRankZeroIsAnErrorWithinTheDeadline) {
   for (const bool speaks : {false, true}) {
     const std::string job = lab::new_job();
-    const std::string name = "zshard/" + std::to_string(getuid()) + "/" + job;
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path + 1, name.data(), name.size());
-    const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-    const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    ASSERT_EQ(bind(listener, reinterpret_cast<const sockaddr*>(&address), length), 0);
+    const int listener = listen_as(job);
+    ASSERT_GE(listener, 0);
     ASSERT_EQ(listen(listener, 8), 0);
     Children children(lab::kJobSeconds);
     const std::int64_t start = lab::now();
