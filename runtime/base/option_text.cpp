@@ -252,6 +252,7 @@ std::string options_markdown() {
       "either.\n"
       "\n"
       "Options must be the same on every rank, except `offload.*`, the budgets of tiers, "
+      "`gradient_mode`, "
       "`sub_group_bytes`, `threads`,\n"
       "`deadline_seconds`, `inline_queues`, `test_delay_microseconds`, `poison_slots` and "
       "`log_dir`.\n"
