@@ -195,7 +195,7 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
     }
     with_peers([&] { plane_->drain(); });
   }
-  // A peer that failed while it finished the last gather still reads our accumulators.
+  // A failure that came too late to stop a gather of this step still ends it.
   with_peers([&] {
     if (endpoint_->failed()) throw CommError(endpoint_->failure());
   });

@@ -173,13 +173,10 @@ void DataPlane::run_gather(void* object, std::uint64_t index) {
   } else {
     self->step_gather(work);
   }
-  if (work.item.kind == ItemKind::gather_gradient) {
-    self->endpoint_.finish(comm::Lane::gather);
-  } else {
-    // Shards change only behind the next vote, or in a write of a tensor: before both every rank
-    // drains its queues and then meets the others, so no peer still reads.
-    self->endpoint_.part(comm::Lane::gather);
-  }
+  // What a gather reads changes later only: shards behind the next vote or in a write of a tensor,
+  // accumulators in the next step's first reduction. Before each of them every rank drains its
+  // queues and then meets the others, so no peer still reads.
+  self->endpoint_.part(comm::Lane::gather);
 }
 
 void DataPlane::run_reduce(void* object, std::uint64_t index) {
