@@ -114,21 +114,22 @@ class Plain {
   void forward_backward() {
     const std::uint8_t* row = text_.data() + steps_ * 64 % 32768;
     model_.start(std::span(&row, 1));
-    model_.embedding_forward(gpt::EmbeddingWeights(weights(0)));
+    model_.embedding_forward(0, gpt::EmbeddingWeights(weights(0)));
     for (std::int64_t l = 0; l < layers_; ++l) {
       model_.block_forward(l, gpt::BlockWeights(weights(l + 1)));
     }
     model_.final_norm_forward(gpt::FinalNormWeights(weights(layers_ + 1)));
-    model_.head_forward(gpt::EmbeddingWeights(weights(0)));
-    model_.head_backward(gpt::EmbeddingWeights(weights(0)), gpt::EmbeddingGradients(gradients(0)),
-                         0.0f);
+    model_.head_forward(0, gpt::EmbeddingWeights(weights(0)));
+    model_.cross_entropy();
+    model_.head_input_backward(0, gpt::EmbeddingWeights(weights(0)));
     model_.final_norm_backward(gpt::FinalNormWeights(weights(layers_ + 1)),
                                gpt::FinalNormGradients(gradients(layers_ + 1)), 0.0f);
     for (std::int64_t l = layers_; l-- > 0;) {
       model_.block_backward(l, gpt::BlockWeights(weights(l + 1)),
                             gpt::BlockGradients(gradients(l + 1)), 0.0f);
     }
-    model_.embedding_backward(gpt::EmbeddingGradients(gradients(0)), 1.0f);
+    model_.head_weight_backward(0, gpt::EmbeddingGradients(gradients(0)), 0.0f);
+    model_.embedding_backward(0, gpt::EmbeddingGradients(gradients(0)), 1.0f);
   }
   std::span<const float* const> weights(std::int64_t unit) {
     return unit_weights_[static_cast<std::size_t>(unit)];
@@ -190,10 +191,11 @@ void copier_main() {
 
 /// The same commands. "step": seconds of the step, bytes gathered and reduced, seconds of gathers,
 /// reductions and updates.
-void rank_main(const zshard::ProcessGroup& group, bool small, std::int64_t budget, double start) {
+void rank_main(const zshard::ProcessGroup& group, const gpt::ModelShape& shape, std::int64_t budget,
+               double start) {
   const gpt::Dataset data(text(), 0.0, 64);
   gpt::Config config;
-  config.shape = shape(small);
+  config.shape = shape;
   config.batch = group.size();
   config.steps = 1'000'000;
   config.lr = 1e-4;
@@ -241,16 +243,19 @@ void rank_main(const zshard::ProcessGroup& group, bool small, std::int64_t budge
 
 // -- both, taking turns --
 
-/// Memory of a rank's gathered units: everything, or the embedding and two blocks.
+/// Memory of a rank's gathered units: everything, or two blocks, with the token table in units that
+/// are no larger.
 enum class Budget { all, lean };
 
 std::vector<std::vector<double>> take_turns(Ranks ranks, Budget budget) {
   const std::string small = bench::quick() ? "small" : "full";
   std::int64_t bytes = 0;
+  std::int64_t vocab_units = 1;
   if (budget == Budget::lean) {
     const gpt::ModelShape s = shape(bench::quick());
-    bytes = 4 * ((s.vocab + s.context) * s.width + 2 * (12 * s.width * s.width + 13 * s.width)) +
-            (1 << 20);
+    const std::int64_t block = 12 * s.width * s.width + 13 * s.width;
+    vocab_units = ((s.vocab + s.context) * s.width + block - 1) / block;
+    bytes = 4 * 2 * block + (1 << 20);  // and what alignment takes
   }
   std::vector<std::unique_ptr<bench::Child>> pair;
   std::vector<std::unique_ptr<bench::Child>> copiers;
@@ -265,7 +270,8 @@ std::vector<std::vector<double>> take_turns(Ranks ranks, Budget budget) {
   const bool threads = ranks == Ranks::threads;
   for (int rank = 0; rank < (threads ? 1 : kWorld); ++rank) {
     engines.push_back(std::make_unique<bench::Child>(
-        std::vector<std::string>{"--engine", small, to_string(ranks), std::to_string(bytes)},
+        std::vector<std::string>{"--engine", small, to_string(ranks), std::to_string(bytes),
+                                 std::to_string(vocab_units)},
         threads ? std::vector<std::string>{} : bench::launcher_variables(rank, kWorld, job)));
   }
   const auto ask = [](auto& children, const char* command) {
@@ -322,7 +328,7 @@ void add_rows(Ranks ranks, Budget budget) {
   const auto measured =
       std::make_shared<bench::Measured>([=] { return take_turns(ranks, budget); });
   const std::string name = fmt::format("step/{} {}/gathered: {}", kWorld, to_string(ranks),
-                                       budget == Budget::all ? "all" : "embedding + 2 blocks");
+                                       budget == Budget::all ? "all" : "2 blocks");
   const auto add = [&](bench::Row row, auto sample) {
     const auto turn = std::make_shared<std::size_t>(0);
     row.name = name + row.name;
@@ -370,18 +376,19 @@ int main(int argc, char** argv) {
       copier_main();
       return 0;
     }
-    if (arguments.size() == 4 && arguments[0] == "--engine") {
+    if (arguments.size() == 5 && arguments[0] == "--engine") {
       openblas_set_num_threads(1);
-      const bool small = arguments[1] == "small";
+      gpt::ModelShape model = shape(arguments[1] == "small");
+      model.vocab_units = std::stoll(arguments[4]);
       const std::int64_t budget = std::stoll(arguments[3]);
       if (arguments[2] == "threads") {
         const double start = peak_memory();
         zshard::run_ranks(kWorld,
-                          [&](const auto& group) { rank_main(group, small, budget, start); },
+                          [&](const auto& group) { rank_main(group, model, budget, start); },
                           {.deadline_seconds = 300});
       } else {
         const auto group = zshard::ProcessGroup::from_environment();
-        rank_main(group, small, budget, peak_memory());
+        rank_main(group, model, budget, peak_memory());
       }
       return 0;
     }

@@ -48,6 +48,7 @@ void check(const Config& config) {
   require_whole("--width", shape.width, 1, 1 << 16);
   require_whole("--context", shape.context, 1, 1 << 16);
   require_whole("--vocab", shape.vocab, 256, 1 << 24);
+  require_whole("--vocab-units", shape.vocab_units, 1, std::min<std::int64_t>(shape.vocab, 4096));
   require(shape.width % shape.heads == 0, "--width is " + std::to_string(shape.width) +
                                               ", must be a multiple of --heads, " +
                                               std::to_string(shape.heads));
@@ -78,6 +79,9 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   std::string order = "random";
   std::optional<std::string> stage;
   std::optional<std::string> optimizer_tier;
+  std::optional<std::string> parameter_tier;
+  std::optional<std::string> gradient_tier;
+  std::vector<std::string> nvme_dirs;
   std::optional<std::string> gather_budget;
 
   CLI::App app("Trains a GPT-2 shaped byte-level language model with zshard.\n", "gpt");
@@ -97,6 +101,9 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   app.add_option("--context", shape.context, "tokens of a row")->check(whole);
   app.add_option("--vocab", shape.vocab,
                  "rows of the token table, at least 256: a token is a byte, more only enlarge it")
+      ->check(whole);
+  app.add_option("--vocab-units", shape.vocab_units,
+                 "units that the token table is cut into: more take less memory at stage 3")
       ->check(whole);
   app.add_option("--batch", config.batch, "rows of a micro-step over all ranks")->check(whole);
   app.add_option("--accumulation", config.accumulation, "micro-steps of a step")->check(whole);
@@ -122,7 +129,15 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   app.add_option("--ranks", config.ranks, "threads of this process that train together")
       ->check(strict<int>("a whole number"));
   app.add_option("--stage", stage, "ZeRO stage 0 to 3; default 3");
-  app.add_option("--optimizer-tier", optimizer_tier, "device or host; default device");
+  app.add_option("--optimizer-tier", optimizer_tier,
+                 "where optimizer state lives: device, host or nvme; default device");
+  app.add_option("--gradient-tier", gradient_tier,
+                 "where summed gradients live: device, host or nvme; default device");
+  app.add_option("--parameter-tier", parameter_tier,
+                 "where parameters live at stage 3: device, host or nvme; default device");
+  app.add_option("--nvme-dir", nvme_dirs,
+                 "directory for the nvme tier; given again: one more, and they share the work")
+      ->allow_extra_args(false);
   app.add_option("--gather-budget", gather_budget,
                  "bytes a rank for gathered parameters at stage 3; default all units");
   app.add_option("--order", order, "of rows")->check(CLI::IsMember({"random", "sequential"}));
@@ -143,8 +158,18 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   require(others.empty(), "unknown argument " + (others.empty() ? "" : others.front()) +
                               "; --help lists what there is");
   if (stage) zshard::set_option(config.engine, "stage", *stage);
-  if (optimizer_tier) {
-    zshard::set_option(config.engine, "offload.optimizer", *optimizer_tier);
+  if (optimizer_tier) zshard::set_option(config.engine, "offload.optimizer", *optimizer_tier);
+  if (gradient_tier) zshard::set_option(config.engine, "offload.gradients", *gradient_tier);
+  if (parameter_tier) zshard::set_option(config.engine, "offload.parameters", *parameter_tier);
+  if (!nvme_dirs.empty()) {
+    std::string list;
+    for (const std::string& directory : nvme_dirs) {
+      // The engine's option is a list separated by commas.
+      require(directory.find(',') == std::string::npos,
+              "--nvme-dir takes one directory each time, without a comma; got '" + directory + "'");
+      list += (list.empty() ? "" : ",") + directory;
+    }
+    zshard::set_option(config.engine, "offload.nvme_dir", list);
   }
   if (gather_budget) zshard::set_option(config.engine, "gather_budget", *gather_budget);
   config.dtype = dtype == "bf16" ? zshard::DType::bf16 : zshard::DType::f32;

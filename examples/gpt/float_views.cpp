@@ -51,13 +51,9 @@ std::span<float* const> FloatViews::gradients(const zshard::Guard& guard, std::s
   return gradients_;
 }
 
-float FloatViews::beta(const zshard::Guard& guard) const {
-  return !scratch_ && guard.gradient_mode() == zshard::GradientMode::accumulate ? 1.0f : 0.0f;
-}
-
-void FloatViews::store(const zshard::Guard& guard, std::size_t unit) {
+void FloatViews::store(const zshard::Guard& guard, std::size_t unit, zshard::GradientMode mode) {
   if (!scratch_) return;
-  const bool add_to = guard.gradient_mode() == zshard::GradientMode::accumulate;
+  const bool add_to = mode == zshard::GradientMode::accumulate;
   const float* scratch = gradient_scratch_.data();
   for (std::size_t i = 0; i < counts_[unit].size(); ++i) {
     auto* gradient = guard.gradient<std::uint16_t>(spec_.parameter_ids[unit][i]);

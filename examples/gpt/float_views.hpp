@@ -22,9 +22,11 @@ class FloatViews {
   /// Of a backward guard.
   std::span<float* const> gradients(const zshard::Guard& guard, std::size_t unit);
   /// 0 if what gradients() points to is to be overwritten, 1 if it is to be added to.
-  [[nodiscard]] float beta(const zshard::Guard& guard) const;
-  /// Brings what was written to gradients() into the engine's buffers, in the guard's mode.
-  void store(const zshard::Guard& guard, std::size_t unit);
+  [[nodiscard]] float beta(zshard::GradientMode mode) const {
+    return !scratch_ && mode == zshard::GradientMode::accumulate ? 1.0f : 0.0f;
+  }
+  /// Brings what was written to gradients() into the engine's buffers.
+  void store(const zshard::Guard& guard, std::size_t unit, zshard::GradientMode mode);
 
  private:
   const GptSpec& spec_;

@@ -261,15 +261,19 @@ void attention_backward(const float* dout, const float* qkv, const float* probab
   }
 }
 
-void head_logits(const float* x, const float* wte, float* logits, std::int64_t rows,
-                 std::int64_t width, std::int64_t vocab) {
-  multiply({x, width}, {wte, width, true}, logits, vocab, rows, vocab, width, 0.0f);
+void head_logits(const float* x, const float* wte, float* logits, std::int64_t stride,
+                 std::int64_t rows, std::int64_t width, std::int64_t vocab) {
+  multiply({x, width}, {wte, width, true}, logits, stride, rows, vocab, width, 0.0f);
 }
 
-void head_backward(const float* dlogits, const float* x, const float* wte, float* dx, float* dwte,
-                   float beta, std::int64_t rows, std::int64_t width, std::int64_t vocab) {
-  multiply({dlogits, vocab}, {wte, width}, dx, width, rows, width, vocab, 0.0f);
-  multiply({dlogits, vocab, true}, {x, width}, dwte, width, vocab, width, rows, beta);
+void head_input_backward(const float* dlogits, std::int64_t stride, const float* wte, float* dx,
+                         float beta, std::int64_t rows, std::int64_t width, std::int64_t vocab) {
+  multiply({dlogits, stride}, {wte, width}, dx, width, rows, width, vocab, beta);
+}
+
+void head_weight_backward(const float* dlogits, std::int64_t stride, const float* x, float* dwte,
+                          float beta, std::int64_t rows, std::int64_t width, std::int64_t vocab) {
+  multiply({dlogits, stride, true}, {x, width}, dwte, width, vocab, width, rows, beta);
 }
 
 GPT_VECTOR_VERSIONS

@@ -72,19 +72,26 @@ void attention_backward(const float* dout,           // [rows, context, heads, h
                         float* scratch,              // [context, context]
                         const AttentionShape& shape);
 
-/// logits = x wte^T, the head that is tied to the embedding.
+/// logits = x wte^T, the head that is tied to the embedding. Rows of logits are `stride` apart, so
+/// that wte and logits may be those of a piece of the vocabulary; likewise below.
 void head_logits(const float* x,    // [rows, width]
                  const float* wte,  // [vocab, width]
-                 float* logits,     // [rows, vocab]
-                 std::int64_t rows, std::int64_t width, std::int64_t vocab);
+                 float* logits,     // [rows, vocab], stride
+                 std::int64_t stride, std::int64_t rows, std::int64_t width, std::int64_t vocab);
 
-/// dx = dlogits wte, dwte = beta dwte + dlogits^T x.
-void head_backward(const float* dlogits,  // [rows, vocab]
-                   const float* x,        // [rows, width]
-                   const float* wte,      // [vocab, width]
-                   float* dx,             // [rows, width]
-                   float* dwte,           // [vocab, width]
-                   float beta, std::int64_t rows, std::int64_t width, std::int64_t vocab);
+/// dx = beta dx + dlogits wte.
+void head_input_backward(const float* dlogits,  // [rows, vocab], stride
+                         std::int64_t stride,
+                         const float* wte,  // [vocab, width]
+                         float* dx,         // [rows, width]
+                         float beta, std::int64_t rows, std::int64_t width, std::int64_t vocab);
+
+/// dwte = beta dwte + dlogits^T x.
+void head_weight_backward(const float* dlogits,  // [rows, vocab], stride
+                          std::int64_t stride,
+                          const float* x,  // [rows, width]
+                          float* dwte,     // [vocab, width]
+                          float beta, std::int64_t rows, std::int64_t width, std::int64_t vocab);
 
 /// Cross entropy (natural logarithm) of one position. Overwrites the logits with their gradient
 /// times `scale`: (softmax - one_hot(target)) * scale.

@@ -7,15 +7,29 @@
 
 namespace gpt {
 
+VocabPiece vocab_piece(const ModelShape& shape, std::int64_t piece) {
+  const std::int64_t first = shape.vocab * piece / shape.vocab_units;
+  return {first, shape.vocab * (piece + 1) / shape.vocab_units - first};
+}
+
 std::vector<UnitInfo> unit_list(const ModelShape& shape) {
   constexpr float kDeviation = 0.02f;
   const std::int64_t C = shape.width;
   // Each block adds twice to the residual stream; its variance should not grow with the depth.
   const float residual = kDeviation / std::sqrt(2.0f * static_cast<float>(shape.layers));
   std::vector<UnitInfo> units;
-  units.push_back({"embedding",
-                   {{"wte.weight", {shape.vocab, C}, 0.0f, kDeviation},
-                    {"wpe.weight", {shape.context, C}, 0.0f, kDeviation}}});
+  for (std::int64_t k = 0; k < shape.vocab_units; ++k) {
+    const VocabPiece piece = vocab_piece(shape, k);
+    const std::string number = shape.vocab_units == 1 ? "" : "." + std::to_string(k);
+    units.push_back({"embedding" + number,
+                     {{"wte" + number + ".weight",
+                       {piece.count, C},
+                       0.0f,
+                       kDeviation,
+                       "wte.weight",
+                       piece.first * C}}});
+  }
+  units.front().parameters.push_back({"wpe.weight", {shape.context, C}, 0.0f, kDeviation});
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     const std::string h = "h." + std::to_string(layer);
     units.push_back({h,
@@ -91,14 +105,14 @@ void Model::start(std::span<const std::uint8_t* const> rows) {
   rows_.assign(rows.begin(), rows.end());
 }
 
-void Model::embedding_forward(const EmbeddingWeights& w) {
+void Model::embedding_forward(std::int64_t piece, const EmbeddingWeights& w) {
   const std::int64_t C = shape_.width;
+  const VocabPiece tokens = vocab_piece(shape_, piece);
   float* out = block_output(-1).data();  // [R, T, C]
   for (const std::uint8_t* row : rows_) {
     for (std::int64_t t = 0; t < shape_.context; ++t, out += C) {
-      const float* token = w.wte + row[t] * C;
-      const float* position = w.wpe + t * C;
-      for (std::int64_t i = 0; i < C; ++i) out[i] = token[i] + position[i];
+      if (w.wpe != nullptr) std::copy_n(w.wpe + t * C, C, out);
+      if (tokens.holds(row[t])) add(w.wte + (row[t] - tokens.first) * C, out, C);
     }
   }
 }
@@ -132,23 +146,29 @@ void Model::final_norm_forward(const FinalNormWeights& w) {
                      ln_f_istd_.data(), tokens(), shape_.width);
 }
 
-double Model::head_forward(const EmbeddingWeights& w, double loss_scale) {
+void Model::head_forward(std::int64_t piece, const EmbeddingWeights& w) {
+  const VocabPiece columns = vocab_piece(shape_, piece);
+  head_logits(ln_f_.data(), w.wte, logits_.data() + columns.first, shape_.vocab, tokens(),
+              shape_.width, columns.count);
+}
+
+double Model::cross_entropy(double loss_scale) {
   const std::int64_t V = shape_.vocab;
-  head_logits(ln_f_.data(), w.wte, logits_.data(), tokens(), shape_.width, V);
   float* logits = logits_.data();  // [R, T, V]
   double loss = 0.0;
   for (const std::uint8_t* row : rows_) {
     for (std::int64_t t = 0; t < shape_.context; ++t, logits += V) {
-      loss += cross_entropy(logits, row[t + 1], static_cast<float>(loss_scale), V);
+      loss += gpt::cross_entropy(logits, row[t + 1], static_cast<float>(loss_scale), V);
     }
   }
   return loss;
 }
 
-void Model::head_backward(const EmbeddingWeights& w, const EmbeddingGradients& g, float beta) {
-  gpt::head_backward(logits_.data(), ln_f_.data(), w.wte, d_narrow_.data(), g.wte, beta, tokens(),
-                     shape_.width, shape_.vocab);
-  if (beta == 0.0f) std::fill_n(g.wpe, shape_.context * shape_.width, 0.0f);
+void Model::head_input_backward(std::int64_t piece, const EmbeddingWeights& w) {
+  const VocabPiece columns = vocab_piece(shape_, piece);
+  const float beta = piece + 1 == shape_.vocab_units ? 0.0f : 1.0f;  // the last one comes first
+  gpt::head_input_backward(logits_.data() + columns.first, shape_.vocab, w.wte, d_narrow_.data(),
+                           beta, tokens(), shape_.width, columns.count);
 }
 
 void Model::final_norm_backward(const FinalNormWeights& w, const FinalNormGradients& g,
@@ -186,17 +206,27 @@ void Model::block_backward(std::int64_t layer, const BlockWeights& w, const Bloc
                       d, g.ln_1_weight, g.ln_1_bias, beta, n, C);
 }
 
-void Model::embedding_backward(const EmbeddingGradients& g, float beta) {
+void Model::head_weight_backward(std::int64_t piece, const EmbeddingGradients& g, float beta) {
+  const VocabPiece columns = vocab_piece(shape_, piece);
+  gpt::head_weight_backward(logits_.data() + columns.first, shape_.vocab, ln_f_.data(), g.wte, beta,
+                            tokens(), shape_.width, columns.count);
+  if (beta == 0.0f && g.wpe != nullptr) {
+    std::fill_n(g.wpe, shape_.context * shape_.width, 0.0f);
+  }
+}
+
+void Model::embedding_backward(std::int64_t piece, const EmbeddingGradients& g, float beta) {
   const std::int64_t C = shape_.width;
+  const VocabPiece tokens = vocab_piece(shape_, piece);
   if (beta == 0.0f) {
-    std::fill_n(g.wte, shape_.vocab * C, 0.0f);
-    std::fill_n(g.wpe, shape_.context * C, 0.0f);
+    std::fill_n(g.wte, tokens.count * C, 0.0f);
+    if (g.wpe != nullptr) std::fill_n(g.wpe, shape_.context * C, 0.0f);
   }
   const float* d = d_residual_.data();  // [R, T, C]
   for (const std::uint8_t* row : rows_) {
     for (std::int64_t t = 0; t < shape_.context; ++t, d += C) {
-      add(d, g.wte + row[t] * C, C);
-      add(d, g.wpe + t * C, C);
+      if (tokens.holds(row[t])) add(d, g.wte + (row[t] - tokens.first) * C, C);
+      if (g.wpe != nullptr) add(d, g.wpe + t * C, C);
     }
   }
 }

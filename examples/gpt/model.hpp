@@ -18,7 +18,21 @@ struct ModelShape {
   std::int64_t width = 128;
   std::int64_t context = 64;
   std::int64_t vocab = 256;
+  std::int64_t vocab_units = 1;  ///< pieces of the token table, each a unit of its own
 };
+
+/// Rows [first, first + count) of the token table, one piece of it. Never empty while there are at
+/// most as many pieces as rows.
+struct VocabPiece {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+
+  [[nodiscard]] bool holds(std::int64_t token) const {
+    return first <= token && token < first + count;
+  }
+};
+
+VocabPiece vocab_piece(const ModelShape& shape, std::int64_t piece);
 
 /// A parameter and how it starts: normal with this deviation around this mean.
 struct ParameterInfo {
@@ -26,6 +40,11 @@ struct ParameterInfo {
   std::vector<std::int64_t> shape;
   float mean = 0.0f;
   float deviation = 0.0f;
+  std::string tensor{};    ///< the tensor that this is a piece of; empty: a whole one
+  std::int64_t first = 0;  ///< element of that tensor where the piece begins
+
+  /// The tensor whose random numbers it starts with, so that pieces start like the whole.
+  [[nodiscard]] const std::string& random_stream() const { return tensor.empty() ? name : tensor; }
 };
 
 /// Parameters that are used together.
@@ -34,8 +53,10 @@ struct UnitInfo {
   std::vector<ParameterInfo> parameters;
 };
 
-/// "embedding", "h.0", ..., "ln_f", with the names and shapes of GPT-2's weight files. The
-/// parameters of a unit are in the order of the pointer structs below.
+/// "embedding", "h.0", ..., "ln_f", with the names and shapes of GPT-2's weight files. With several
+/// vocabulary units "embedding.0", "embedding.1", ... stand in place of "embedding", and their
+/// "wte.0.weight", "wte.1.weight", ... in place of "wte.weight"; the first one has the positions
+/// too. The parameters of a unit are in the order of the pointer structs below.
 std::vector<UnitInfo> unit_list(const ModelShape& shape);
 
 /// Parameters of all units.
@@ -43,10 +64,11 @@ std::int64_t parameter_count(const ModelShape& shape);
 
 template <class Pointer>
 struct EmbeddingPointers {
-  Pointer wte;  // [V, C]
-  Pointer wpe;  // [T, C]
+  Pointer wte;  // [V, C], or the rows of one piece
+  Pointer wpe;  // [T, C]; null in pieces after the first
 
-  explicit EmbeddingPointers(std::span<const Pointer> p) : wte(p[0]), wpe(p[1]) {}
+  explicit EmbeddingPointers(std::span<const Pointer> p)
+      : wte(p[0]), wpe(p.size() > 1 ? p[1] : nullptr) {}
 };
 
 template <class Pointer>
@@ -96,8 +118,14 @@ using FinalNormGradients = FinalNormPointers<float*>;
 
 /// Forward and backward over a batch of rows, one unit at a time. Calls go in this order:
 ///
-///   start, embedding_forward, block_forward(0 .. layers - 1), final_norm_forward, head_forward,
-///   then head_backward, final_norm_backward, block_backward(layers - 1 .. 0), embedding_backward.
+///   start, embedding_forward(0 .. pieces - 1), block_forward(0 .. layers - 1), final_norm_forward,
+///   head_forward(0 .. pieces - 1), cross_entropy, then
+///   head_input_backward(pieces - 1 .. 0), final_norm_backward, block_backward(layers - 1 .. 0),
+///   and for each piece head_weight_backward and embedding_backward.
+///
+/// The head's gradient of wte is a call of its own, because it needs nothing but activations: made
+/// at the end, next to the lookup's, both gradients of a piece are there at once, and it need not
+/// be kept through the blocks' backward pass.
 ///
 /// A gradient call overwrites the gradients where `beta` is 0 and adds to them where it is 1.
 class Model {
@@ -113,19 +141,24 @@ class Model {
   /// than V.
   void start(std::span<const std::uint8_t* const> rows);
 
-  void embedding_forward(const EmbeddingWeights& w);
+  /// Tokens of other pieces are left to those.
+  void embedding_forward(std::int64_t piece, const EmbeddingWeights& w);
   void block_forward(std::int64_t layer, const BlockWeights& w);
   void final_norm_forward(const FinalNormWeights& w);
-  /// Returns the cross entropy summed over all targets. The gradient that starts the backward pass
-  /// is that of the same sum, times loss_scale.
-  double head_forward(const EmbeddingWeights& w, double loss_scale = 1.0);
+  /// The logits of the piece's tokens.
+  void head_forward(std::int64_t piece, const EmbeddingWeights& w);
+  /// Returns the cross entropy summed over all targets, once all pieces have given their logits.
+  /// The gradient that starts the backward pass is that of the same sum, times loss_scale.
+  double cross_entropy(double loss_scale = 1.0);
 
-  /// The head uses wte only; wpe gets zeros where gradients are overwritten.
-  void head_backward(const EmbeddingWeights& w, const EmbeddingGradients& g, float beta);
+  /// Sums the pieces' parts of the gradient of the head's input.
+  void head_input_backward(std::int64_t piece, const EmbeddingWeights& w);
   void final_norm_backward(const FinalNormWeights& w, const FinalNormGradients& g, float beta);
   void block_backward(std::int64_t layer, const BlockWeights& w, const BlockGradients& g,
                       float beta);
-  void embedding_backward(const EmbeddingGradients& g, float beta);
+  /// The head uses wte only; wpe gets zeros where gradients are overwritten.
+  void head_weight_backward(std::int64_t piece, const EmbeddingGradients& g, float beta);
+  void embedding_backward(std::int64_t piece, const EmbeddingGradients& g, float beta);
 
  private:
   // What the backward pass of a block needs again.

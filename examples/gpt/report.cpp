@@ -19,6 +19,8 @@ using zshard::Category;
 using zshard::MemoryPlan;
 using zshard::Tier;
 
+constexpr double kMiB = 1024.0 * 1024.0;
+
 // One line for each category and tier that any of the plans uses, one column a plan, and the sums.
 std::string plan_table(const std::string& title, const std::vector<std::string>& heads,
                        const std::vector<std::optional<MemoryPlan>>& plans) {
@@ -66,17 +68,20 @@ std::string memory_table(const zshard::Engine& engine, const zshard::ProcessGrou
   std::vector<std::int64_t> all(kCells * static_cast<std::size_t>(group.size()));
   group.all_gather(std::as_bytes(std::span(cells)), std::as_writable_bytes(std::span(all)));
 
-  std::vector<std::string> heads = {"plan"};
-  std::vector<std::optional<MemoryPlan>> plans = {engine.plan()};
+  std::string text = "memory of a rank, bytes\n" + engine.plan().to_string();
+  bool as_planned = true;
   for (int rank = 0; rank < group.size(); ++rank) {
-    heads.push_back(fmt::format("rank {}", rank));
-    MemoryPlan& ledger = plans.emplace_back(MemoryPlan()).value();
+    MemoryPlan ledger;
     for (std::size_t i = 0; i < kCells; ++i) {
       ledger.add(static_cast<Category>(i / zshard::kTiers), static_cast<Tier>(i % zshard::kTiers),
                  all[static_cast<std::size_t>(rank) * kCells + i]);
     }
+    if (ledger == engine.plan()) continue;
+    as_planned = false;
+    text += fmt::format("rank {} has allocated otherwise:\n{}", rank, ledger.to_string());
   }
-  return plan_table("memory, bytes", heads, plans);
+  if (as_planned) text += fmt::format("allocated on {} ranks: equal to the plan\n", group.size());
+  return text;
 }
 
 std::string stage_table(const Config& config, int world) {
@@ -86,6 +91,7 @@ std::string stage_table(const Config& config, int world) {
   for (int stage = 0; stage <= 3; ++stage) {
     zshard::EngineOptions options = config.engine;
     options.stage = static_cast<zshard::Stage>(stage);
+    if (stage < 3) options.offload.parameters = Tier::device;  // the only tier they have there
     heads.push_back(
         fmt::format("stage {}{}", stage, options.stage == config.engine.stage ? "*" : ""));
     try {
@@ -144,16 +150,77 @@ StepLog::StepLog(const std::string& path) : path_(path) {
 
 void StepLog::write(std::int64_t step, const StepResult& result, double tokens_per_second) {
   if (!file_.is_open()) return;
+  const zshard::StepReport& report = result.report;
   nlohmann::ordered_json line;
   line["step"] = step;
   line["loss"] = result.loss;
-  line["norm"] = result.report.norm;
+  line["norm"] = report.norm;
   line["lr"] = result.lr;
-  line["skipped"] = result.report.skipped;
+  line["skipped"] = report.skipped;
   line["tokens_per_s"] = tokens_per_second;
-  line["peak_bytes"] = result.report.peak_bytes;
+  line["peak_bytes"] = report.peak_bytes;
+  line["gather_seconds"] = report.gather_seconds;
+  line["reduce_seconds"] = report.reduce_seconds;
+  line["update_seconds"] = report.update_seconds;
+  line["read_seconds"] = report.read_seconds;
+  line["write_seconds"] = report.write_seconds;
+  line["wait_seconds"] = report.wait_seconds;
+  line["disk_read_bytes"] = report.disk_read_bytes;
+  line["disk_written_bytes"] = report.disk_written_bytes;
+  line["raw_share"] = report.raw_share;
   file_ << line.dump() << '\n' << std::flush;
   if (!file_) throw std::runtime_error("cannot write " + path_);
+}
+
+void TimeSplit::add(double seconds, const zshard::StepReport& report) {
+  ++steps_;
+  seconds_ += seconds;
+  sums_.gather_seconds += report.gather_seconds;
+  sums_.reduce_seconds += report.reduce_seconds;
+  sums_.update_seconds += report.update_seconds;
+  sums_.read_seconds += report.read_seconds;
+  sums_.write_seconds += report.write_seconds;
+  sums_.wait_seconds += report.wait_seconds;
+  sums_.disk_read_bytes += report.disk_read_bytes;
+  sums_.disk_written_bytes += report.disk_written_bytes;
+  sums_.raw_share += report.raw_share;
+}
+
+std::string TimeSplit::text() const {
+  if (steps_ == 0) return "";
+  const auto count = static_cast<double>(steps_);
+  const auto ms = [&](double seconds) { return seconds / count * 1e3; };
+  const auto mib = [&](std::int64_t bytes) { return static_cast<double>(bytes) / count / kMiB; };
+  std::string text = fmt::format(
+      "time of a step on this rank, mean of {}: {:.2f} ms; gathers {:.2f}, reductions {:.2f}, "
+      "update {:.2f}",
+      steps_, ms(seconds_), ms(sums_.gather_seconds), ms(sums_.reduce_seconds),
+      ms(sums_.update_seconds));
+  if (sums_.disk_read_bytes > 0 || sums_.disk_written_bytes > 0) {
+    text += fmt::format(
+        ", disk read {:.2f}, disk write {:.2f}, waiting for the disk {:.2f} (they overlap)\n"
+        "disk a step: {:.1f} MiB read, {:.1f} MiB written, {:.0f}% of the raw device's speed",
+        ms(sums_.read_seconds), ms(sums_.write_seconds), ms(sums_.wait_seconds),
+        mib(sums_.disk_read_bytes), mib(sums_.disk_written_bytes), sums_.raw_share / count * 100.0);
+  }
+  return text + "\n";
+}
+
+std::string peak_lines(const zshard::Engine& engine, std::int64_t peak_bytes, double own,
+                       int local_ranks) {
+  const std::int64_t planned = engine.plan().memory_bytes();
+  std::string text = fmt::format("peak of the engine's arenas on this rank: {} bytes, planned {}\n",
+                                 peak_bytes, planned);
+  std::ifstream status("/proc/self/status");
+  for (std::string key, rest; status >> key && std::getline(status, rest);) {
+    if (key != "VmHWM:") continue;
+    text += fmt::format(
+        "peak of this process, code and libraries included: {:.1f} MiB, {:.1f} planned for arenas "
+        "and activations of {} rank{}\n",
+        std::stod(rest) / 1024.0, local_ranks * (static_cast<double>(planned) + own) / kMiB,
+        local_ranks, local_ranks == 1 ? "" : "s");
+  }
+  return text;
 }
 
 Progress::Progress(std::int64_t steps) : steps_(steps), terminal_(isatty(STDOUT_FILENO) == 1) {}

@@ -10,7 +10,8 @@
 
 namespace gpt {
 
-/// A table of bytes: planned for each rank, and allocated on each, by category and tier.
+/// A table of planned bytes of a rank by category, a column a tier, and whether each rank has
+/// allocated just that; one that has not gets a table of its own.
 std::string memory_table(const zshard::Engine& engine, const zshard::ProcessGroup& group);
 
 /// A table of planned bytes of one rank for stages 0 to 3, by category and tier; '*' marks the
@@ -32,6 +33,26 @@ class StepLog {
   std::string path_;
   std::ofstream file_;
 };
+
+/// Where the time of a rank's steps goes. Everything but the loop and the steps' own length is the
+/// engine's account; parts overlap, so they may sum to more than the whole.
+class TimeSplit {
+ public:
+  void add(double seconds, const zshard::StepReport& report);
+  /// Means a step; empty before the first one.
+  [[nodiscard]] std::string text() const;
+
+ private:
+  std::int64_t steps_ = 0;
+  double seconds_ = 0.0;
+  zshard::StepReport sums_;
+};
+
+/// The most memory that the engine's arenas on this rank, and that this process, have taken so far,
+/// beside what was planned for them. `peak_bytes` is that of the last step's report; `own` are the
+/// bytes of a rank's activations, `local_ranks` the ranks of this process.
+std::string peak_lines(const zshard::Engine& engine, std::int64_t peak_bytes, double own,
+                       int local_ranks);
 
 /// Says how training goes: a line that is written over on a terminal, else a line now and then.
 class Progress {

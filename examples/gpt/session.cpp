@@ -67,10 +67,12 @@ void check_memory(const Config& config, const Dataset& data, int local_ranks, in
   if (needed <= available) return;
   throw ConfigError(fmt::format(
       "{} ranks need {:.1f} GiB, each {:.1f} for parameters, gradients and state and {:.1f} for "
-      "activations, but {:.1f} GiB are available; use a smaller model, --batch or --ranks{}",
+      "activations, but {:.1f} GiB are available; use a smaller model, --batch or --ranks{}, or "
+      "--optimizer-tier nvme\n{}",
       local_ranks, needed / kGiB, engine / kGiB, model / kGiB, available / kGiB,
       config.engine.stage == zshard::Stage::parameters ? ", or a --gather-budget"
-                                                       : ", or a higher --stage"));
+                                                       : ", or a higher --stage",
+      plan.to_string()));
 }
 
 void run_session(const Config& config, const Dataset& data, const zshard::ProcessGroup& group) {
@@ -79,26 +81,34 @@ void run_session(const Config& config, const Dataset& data, const zshard::Proces
   StepLog log(speaks ? config.log : "");
   Trainer trainer(config, data, group);
   const std::string memory = memory_table(trainer.engine(), group);
+  const double own = rank_bytes(config, Trainer::largest_batch(config, data, group.size()));
   if (speaks) {
-    fmt::print("{} parameters in {}, {} ranks, stage {}, optimizer state on {}\n",
-               parameter_count(config.shape), to_string(config.dtype), group.size(),
-               static_cast<int>(config.engine.stage), to_string(config.engine.offload.optimizer));
+    const zshard::OffloadOptions& tiers = config.engine.offload;
+    fmt::print(
+        "{} parameters in {}, {} ranks, stage {}; parameters on {}, gradients on {}, optimizer "
+        "state on {}\n",
+        parameter_count(config.shape), to_string(config.dtype), group.size(),
+        static_cast<int>(config.engine.stage), to_string(tiers.parameters),
+        to_string(tiers.gradients), to_string(tiers.optimizer));
     fmt::print("{} bytes to train on, {} for validation; {} rows of {} tokens a step\n\n",
                data.training().size(), data.validation().size(), config.rows_per_step(),
                config.shape.context);
     fmt::print("{}\n{}\n", memory, stage_table(config, group.size()));
-    const double own = rank_bytes(config, Trainer::largest_batch(config, data, group.size()));
     fmt::print("the loop's own activations, outside zshard: {:.1f} MiB a rank\n\n", own / kMiB);
     std::fflush(stdout);
   }
 
   trainer.initialize();
   Progress progress(config.steps);
+  TimeSplit times;
+  std::int64_t peak_bytes = 0;
   for (std::int64_t step = 0; step < config.steps; ++step) {
     const Clock::time_point start = Clock::now();
     const StepResult result = trainer.train_step(step);
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     const double speed = static_cast<double>(config.tokens_per_step()) / seconds;
+    times.add(seconds, result.report);
+    peak_bytes = result.report.peak_bytes;
     if (speaks) {
       log.write(step, result, speed);
       progress.step(step, result, speed);
@@ -108,6 +118,11 @@ void run_session(const Config& config, const Dataset& data, const zshard::Proces
       const double loss = trainer.validation_loss();
       if (speaks && !std::isnan(loss)) progress.validation(step, result.loss, loss);
     }
+  }
+  if (speaks && config.steps > 0) {
+    fmt::print("{}{}", times.text(),
+               peak_lines(trainer.engine(), peak_bytes, own, config.ranks.value_or(1)));
+    std::fflush(stdout);
   }
   if (config.digest) {
     const std::string digests = digest_lines(trainer, config);

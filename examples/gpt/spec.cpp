@@ -20,11 +20,13 @@ GptSpec make_spec(const Config& config) {
     result.unit_ids.push_back(unit.id());
   }
 
-  const zshard::UnitId embedding = result.unit_ids.front();
+  const auto pieces = static_cast<std::size_t>(config.shape.vocab_units);
   std::vector<zshard::Position> program;
   for (const zshard::UnitId unit : result.unit_ids) program.push_back({unit, Pass::forward});
-  program.push_back({embedding, Pass::forward});
-  program.push_back({embedding, Pass::backward});
+  for (std::size_t k = 0; k < pieces; ++k) program.push_back({result.unit_ids[k], Pass::forward});
+  // No gradient is written here, so it is not a backward use. From the last piece to the first, as
+  // later: what was used last may still be gathered.
+  for (std::size_t k = pieces; k-- > 0;) program.push_back({result.unit_ids[k], Pass::recompute});
   for (std::size_t u = result.unit_ids.size(); u-- > 0;) {
     program.push_back({result.unit_ids[u], Pass::backward});
   }

@@ -19,8 +19,9 @@ struct GptSpec {
   std::vector<std::vector<zshard::ParameterId>> parameter_ids;
 };
 
-/// Units in the order of unit_list. The program uses "embedding" twice, because the head is tied to
-/// it: forward at the start and for the logits, backward for the logits and at the end.
+/// Units in the order of unit_list. The program uses the token table's pieces for the lookup, for
+/// the logits, for the gradient of the logits' input, and at the end for both of their own
+/// gradients, so that a piece's gradient is in memory for one position only.
 GptSpec make_spec(const Config& config);
 
 /// AdamW with the arguments' constants.

@@ -59,9 +59,10 @@ void Trainer::initialize() {
             std::fill(values.begin(), values.end(), info.mean);
             return;
           }
-          const CounterRandom random(config_.seed, info.name);
+          const CounterRandom random(config_.seed, info.random_stream());
+          const std::int64_t first = info.first + range.first;
           for (std::int64_t i = 0; i < range.count; ++i) {
-            const double normal = random.normal(static_cast<std::uint64_t>(range.first + i));
+            const double normal = random.normal(static_cast<std::uint64_t>(first + i));
             values[static_cast<std::size_t>(i)] =
                 static_cast<float>(info.mean + info.deviation * normal);
           }
@@ -69,55 +70,78 @@ void Trainer::initialize() {
   }
 }
 
-// Holds a unit in its forward pass while the model uses it.
 template <class Use>
-void Trainer::with_forward(std::size_t unit, Use use) {
-  zshard::Guard guard = engine_.forward(spec_.unit_ids[unit]);
+void Trainer::with_weights(zshard::Guard guard, std::size_t unit, Use use) {
   use(views_.weights(guard, unit));
   guard.release();
 }
 
-// The same in its backward pass, and hands the gradients over.
+// Holds a unit in its forward pass while the model uses it.
 template <class Use>
-void Trainer::with_backward(std::size_t unit, Use use) {
+void Trainer::with_forward(std::size_t unit, Use use) {
+  with_weights(engine_.forward(spec_.unit_ids[unit]), unit, use);
+}
+
+// Holds a unit in its backward pass while each use in turn writes or adds its gradients, and hands
+// them over.
+template <class... Uses>
+void Trainer::with_backward(std::size_t unit, Uses... uses) {
   zshard::Guard guard = engine_.backward(spec_.unit_ids[unit]);
-  use(views_.weights(guard, unit), views_.gradients(guard, unit), views_.beta(guard));
-  views_.store(guard, unit);
+  const auto weights = views_.weights(guard, unit);
+  zshard::GradientMode mode = guard.gradient_mode();
+  const auto write = [&](auto& use) {
+    use(weights, views_.gradients(guard, unit), views_.beta(mode));
+    views_.store(guard, unit, mode);
+    mode = zshard::GradientMode::accumulate;
+  };
+  (write(uses), ...);
   guard.commit();
   guard.release();
 }
 
 double Trainer::forward_pass(double loss_scale) {
-  const std::size_t last = spec_.units.size() - 1;
+  const std::int64_t pieces = config_.shape.vocab_units;
+  const std::int64_t layers = config_.shape.layers;
   model_.start(rows_);
-  with_forward(0, [&](auto w) { model_.embedding_forward(EmbeddingWeights(w)); });
-  for (std::size_t u = 1; u < last; ++u) {
-    with_forward(u, [&](auto w) {
-      model_.block_forward(static_cast<std::int64_t>(u) - 1, BlockWeights(w));
-    });
+  for (std::int64_t k = 0; k < pieces; ++k) {
+    with_forward(piece_unit(k), [&](auto w) { model_.embedding_forward(k, EmbeddingWeights(w)); });
   }
-  with_forward(last, [&](auto w) { model_.final_norm_forward(FinalNormWeights(w)); });
-  double loss = 0.0;
-  with_forward(0, [&](auto w) { loss = model_.head_forward(EmbeddingWeights(w), loss_scale); });
-  return loss;
+  for (std::int64_t l = 0; l < layers; ++l) {
+    with_forward(block_unit(l), [&](auto w) { model_.block_forward(l, BlockWeights(w)); });
+  }
+  with_forward(block_unit(layers), [&](auto w) { model_.final_norm_forward(FinalNormWeights(w)); });
+  for (std::int64_t k = 0; k < pieces; ++k) {
+    with_forward(piece_unit(k), [&](auto w) { model_.head_forward(k, EmbeddingWeights(w)); });
+  }
+  return model_.cross_entropy(loss_scale);
 }
 
 void Trainer::backward_pass() {
-  const std::size_t last = spec_.units.size() - 1;
-  with_backward(0, [&](auto w, auto g, float beta) {
-    model_.head_backward(EmbeddingWeights(w), EmbeddingGradients(g), beta);
-  });
-  with_backward(last, [&](auto w, auto g, float beta) {
+  const std::int64_t pieces = config_.shape.vocab_units;
+  const std::int64_t layers = config_.shape.layers;
+  for (std::int64_t k = pieces; k-- > 0;) {
+    const std::size_t unit = piece_unit(k);
+    with_weights(engine_.recompute(spec_.unit_ids[unit]), unit,
+                 [&](auto w) { model_.head_input_backward(k, EmbeddingWeights(w)); });
+  }
+  with_backward(block_unit(layers), [&](auto w, auto g, float beta) {
     model_.final_norm_backward(FinalNormWeights(w), FinalNormGradients(g), beta);
   });
-  for (std::size_t u = last - 1; u > 0; --u) {
-    with_backward(u, [&](auto w, auto g, float beta) {
-      model_.block_backward(static_cast<std::int64_t>(u) - 1, BlockWeights(w), BlockGradients(g),
-                            beta);
+  for (std::int64_t l = layers; l-- > 0;) {
+    with_backward(block_unit(l), [&](auto w, auto g, float beta) {
+      model_.block_backward(l, BlockWeights(w), BlockGradients(g), beta);
     });
   }
-  with_backward(
-      0, [&](auto, auto g, float beta) { model_.embedding_backward(EmbeddingGradients(g), beta); });
+  for (std::int64_t k = pieces; k-- > 0;) {
+    with_backward(
+        piece_unit(k),
+        [&](auto, auto g, float beta) {
+          model_.head_weight_backward(k, EmbeddingGradients(g), beta);
+        },
+        [&](auto, auto g, float beta) {
+          model_.embedding_backward(k, EmbeddingGradients(g), beta);
+        });
+  }
 }
 
 StepResult Trainer::train_step(std::int64_t step) {

@@ -50,9 +50,16 @@ class Trainer {
   static ValidationSet validation_set(const Config& config, const Dataset& data);
 
   template <class Use>
-  void with_forward(std::size_t unit, Use use);
+  void with_weights(zshard::Guard guard, std::size_t unit, Use use);
   template <class Use>
-  void with_backward(std::size_t unit, Use use);
+  void with_forward(std::size_t unit, Use use);
+  template <class... Uses>
+  void with_backward(std::size_t unit, Uses... uses);
+  // Places of units in spec_; the last norm is the one after all blocks.
+  static std::size_t piece_unit(std::int64_t piece) { return static_cast<std::size_t>(piece); }
+  [[nodiscard]] std::size_t block_unit(std::int64_t layer) const {
+    return static_cast<std::size_t>(config_.shape.vocab_units + layer);
+  }
   double forward_pass(double loss_scale);
   void backward_pass();
   /// Sums the ranks' values in rank order.

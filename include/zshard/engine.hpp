@@ -183,6 +183,15 @@ struct StepReport {
   double reduce_seconds = 0.0;  ///< spent in reductions and the vote, likewise
   double update_seconds = 0.0;  ///< spent in the optimizer's kernels
   std::int64_t peak_bytes = 0;  ///< largest sum of this rank's arenas so far
+  // The nvme tier since the last step, forward and backward passes included:
+  std::int64_t disk_read_bytes = 0;
+  std::int64_t disk_written_bytes = 0;
+  double read_seconds = 0.0;   ///< during which at least one read was under way
+  double write_seconds = 0.0;  ///< likewise; reads and writes overlap
+  double wait_seconds = 0.0;   ///< for which the update waited for the disk
+  /// Share of the raw device reached while the step updated: the time that its bytes take at the
+  /// speeds measured at the engine's construction, over the time of the update. 0 without disk.
+  double raw_share = 0.0;
 };
 
 /// A range of a parameter that an initializer fills.
@@ -250,8 +259,11 @@ class Engine {
   /// Finishes the range, votes, and updates (collective). UsageError outside a range; the range
   /// stays open then.
   StepReport step(const StepOptions& options = {});
-  /// Rolls forward after an I/O error behind the vote.
-  void resume_step();
+  /// Rolls a step forward that an I/O error of the nvme tier has interrupted behind the vote, on
+  /// some rank, once its cause is gone (collective). Until then every other call throws that error.
+  /// Throws IoError again, and may be repeated, if the cause is not gone; UsageError if no step was
+  /// interrupted.
+  StepReport resume_step();
 
   // -- contents, all collective, between steps --
   /// Fills a unit's parameters, and their master weights, piece by piece: each rank is asked for

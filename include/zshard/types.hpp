@@ -47,6 +47,9 @@ enum class MasterWeights : std::uint8_t { f32, remainder, none };
 /// Storage of the optimizer's moments; `q8` is 8 bits in blocks of 256.
 enum class Moments : std::uint8_t { f32, bf16, q8 };
 
+/// How the nvme tier talks to its files. `automatic` is io_uring where the system allows it.
+enum class IoBackendKind : std::uint8_t { automatic, io_uring, posix };
+
 /// Index of a unit in registration order.
 struct UnitId {
   std::int32_t value = -1;
@@ -82,5 +85,6 @@ std::string_view to_string(Accumulation accumulation);
 std::string_view to_string(Reduction reduction);
 std::string_view to_string(MasterWeights master);
 std::string_view to_string(Moments moments);
+std::string_view to_string(IoBackendKind backend);  // "auto", "io_uring", "posix"
 
 }  // namespace zshard

@@ -230,6 +230,9 @@ OptionRow row(Description description, Access access, Codec<T> codec) {
 constexpr int kMostPositions = 1 << 20;
 constexpr int kMostRanks = 1 << 20;
 constexpr int kMostThreads = 1024;
+constexpr int kMostBuffers = 1024;
+constexpr std::int64_t kLeastBlock = 4096;  // the alignment of direct I/O
+constexpr int kMostDepth = 4096;
 constexpr int kMostDelay = 1'000'000;
 // Extents are cut at the alignment of direct I/O.
 constexpr std::int64_t kLeastSubGroup = 4096;
@@ -270,8 +273,38 @@ std::vector<OptionRow> make_rows() {
       row(
           {.name = "offload.optimizer_nvme_bytes",
            .unit = "bytes a rank",
-           .help = "optimizer state on nvme; unset: all"},
+           .help = "with offload.optimizer = nvme: least optimizer state there, the rest is on the "
+                   "host; unset: all, or what host_budget leaves no room for"},
           [](auto& o) -> auto& { return o.offload.optimizer_nvme_bytes; }, bytes(0)),
+      row(
+          {.name = "io_backend", .help = "how the nvme tier talks to its files"},
+          [](auto& o) -> auto& { return o.offload.io_backend; },
+          choice({IoBackendKind::automatic, IoBackendKind::io_uring, IoBackendKind::posix})),
+      row(
+          {.name = "io_buffers",
+           .unit = "sub-groups",
+           .help = "sub-groups that a step from nvme has in memory at a time; 3 and more overlap "
+                   "reads, updates and writes",
+           .deepspeed = {{"zero_optimization.offload_optimizer.buffer_count",
+                          DeepspeedValue::whole}}},
+          [](auto& o) -> auto& { return o.offload.io_buffers; }, whole(1, kMostBuffers)),
+      row(
+          {.name = "io_block_bytes",
+           .unit = "bytes",
+           .help = "size of one request; rounded up to 4096",
+           .deepspeed = {{"aio.block_size", DeepspeedValue::whole}}},
+          [](auto& o) -> auto& { return o.offload.io_block_bytes; }, bytes(kLeastBlock)),
+      row(
+          {.name = "io_depth",
+           .unit = "requests",
+           .help = "requests in flight",
+           .deepspeed = {{"aio.queue_depth", DeepspeedValue::whole}}},
+          [](auto& o) -> auto& { return o.offload.io_depth; }, whole(1, kMostDepth)),
+      row(
+          {.name = "io_verify",
+           .help = "check a checksum of everything that is read back from nvme: finds lost, torn "
+                   "and misplaced writes; takes 16 bytes of memory for each 4096"},
+          [](auto& o) -> auto& { return o.offload.io_verify; }, boolean()),
       row(
           {.name = "gather_budget",
            .unit = "bytes a rank",

@@ -113,4 +113,16 @@ std::string_view to_string(Moments moments) {
   return kInvalid;
 }
 
+std::string_view to_string(IoBackendKind backend) {
+  switch (backend) {
+    case IoBackendKind::automatic:
+      return "auto";
+    case IoBackendKind::io_uring:
+      return "io_uring";
+    case IoBackendKind::posix:
+      return "posix";
+  }
+  return kInvalid;
+}
+
 }  // namespace zshard

@@ -22,6 +22,8 @@ std::string to_string(Operation operation) {
       return "a write of a tensor";
     case Operation::initialize:
       return "initialize";
+    case Operation::step:
+      return "the end of a step from nvme";
   }
   return "?";
 }

@@ -25,6 +25,7 @@ enum class Operation : std::uint8_t {
   read,
   write,
   initialize,
+  step,
 };
 std::string to_string(Operation operation);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "zshard/error.hpp"
@@ -42,13 +43,15 @@ void MachineGroup::exchange(const ControlSignature& signature, const void* mine,
     if (part != 0 && !board.broken()) {
       std::memcpy(board.rank(rank()).data.data(), static_cast<const std::byte*>(mine) + at, part);
     }
-    control_->meet(signature, [&] {
+    // By reference: a function of this size would be put on the heap.
+    const auto move = [&] {
       for (int r = 0; r < size() && part != 0; ++r) {
         std::memcpy(
             static_cast<std::byte*>(all) + static_cast<std::uint64_t>(r) * signature.bytes + at,
             board.rank(r).data.data(), part);
       }
-    });
+    };
+    control_->meet(signature, std::cref(move));
     at += part;
   } while (at < signature.bytes);
 }

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <new>
 #include <utility>
@@ -66,7 +67,8 @@ void ThreadGroup::exchange(const ControlSignature& signature, const void* mine, 
     me.data = mine;
     me.failing.store(0, std::memory_order_relaxed);
   }
-  control_.meet(signature, [&] {
+  // By reference: a function of this size would be put on the heap.
+  const auto move = [&] {
     if (signature.bytes == 0) return;
     for (int r = 0; r < size(); ++r) {
       std::byte* target =
@@ -75,7 +77,8 @@ void ThreadGroup::exchange(const ControlSignature& signature, const void* mine, 
       // In place: peers read it now.
       if (source != target) std::memcpy(target, source, signature.bytes);
     }
-  });
+  };
+  control_.meet(signature, std::cref(move));
 }
 
 void ThreadGroup::broadcast(const ControlSignature& signature, void* data) {

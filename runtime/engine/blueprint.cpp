@@ -43,9 +43,13 @@ void check_served(const ModelSpec& spec, const Optimizer& optimizer, const Engin
   if (options.moments != Moments::f32)
     refuse("moments = " + std::string(to_string(options.moments)));
   const OffloadOptions& tiers = options.offload;
-  if (tiers.optimizer == Tier::nvme || tiers.gradients == Tier::nvme ||
-      tiers.parameters == Tier::nvme) {
-    refuse("the nvme tier");
+  if (tiers.optimizer_nvme_bytes && tiers.optimizer != Tier::nvme) {
+    throw UsageError("offload.optimizer_nvme_bytes needs offload.optimizer = nvme");
+  }
+  if (tiers.gradients == Tier::nvme && options.accumulation == Accumulation::local) {
+    throw UsageError(
+        "offload.gradients = nvme needs accumulation = reduced: `local` keeps full fp32 buffers in "
+        "memory, beside which the accumulators are small");
   }
   if (tiers.parameters != Tier::device && options.stage != Stage::parameters) {
     throw UsageError("offload.parameters = " + std::string(to_string(tiers.parameters)) +
@@ -65,7 +69,7 @@ Blueprint Blueprint::make(const ModelSpec& spec, const Optimizer& optimizer, int
                           const EngineOptions& options) {
   validate(options);
   check_served(spec, optimizer, options);
-  Blueprint b{spec, optimizer, options, nullptr, {}, {}, {}};
+  Blueprint b{spec, optimizer, options, nullptr, {}, {}, {}, {}};
   b.layout = std::make_unique<shard::Layout>(shard::Layout::make(spec, world));
   const ScheduleOptions how{options.stage, options.gather_budget, spec.hold(), options.look_ahead,
                             options.behind};
@@ -79,11 +83,23 @@ Blueprint Blueprint::make(const ModelSpec& spec, const Optimizer& optimizer, int
   input.wire = options.wire;
   input.optimizer_tier = options.offload.optimizer;
   input.gradient_tier = options.offload.gradients;
-  b.plan = make_plan(*b.layout, b.training, input);
-  if (options.offload.parameters != Tier::device) {
-    const std::int64_t moved = b.plan.bytes(Category::parameters, Tier::device);
-    b.plan.add(Category::parameters, Tier::device, -moved);
-    b.plan.add(Category::parameters, options.offload.parameters, moved);
+  input.parameter_tier = options.offload.parameters;
+  input.tiers = &b.tiers;
+  TierInput tiers;
+  tiers.stage = options.stage;
+  tiers.offload = options.offload;
+  tiers.sub_group_bytes = options.sub_group_bytes;
+  tiers.slots = static_cast<int>(input.moments.size());
+  const auto plan = [&] {
+    b.tiers = make_tier_map(*b.layout, tiers);
+    b.plan = make_plan(*b.layout, b.training, input);
+  };
+  plan();
+  if (b.tiers.optimizer && !options.offload.optimizer_nvme_bytes && options.host_budget) {
+    // What the budget leaves, less the rounding of the arenas of master weights and moments.
+    tiers.kept_bytes =
+        *options.host_budget - b.plan.arena_bytes(Tier::host) - 2 * (memory::kArenaRounding - 1);
+    if (*tiers.kept_bytes > 0) plan();
   }
   return b;
 }
@@ -106,6 +122,25 @@ std::string Blueprint::identity() const {
   line("wire", options.wire ? std::string(to_string(*options.wire)) : "unset");
   line("reduction_group", std::to_string(options.reduction_group));
   line("loss_scale", exact(options.loss_scale));
+  if (tiers.uses_store()) {
+    // Peers read each other's staging memory, and wait for each other's disks.
+    line("offload.optimizer", std::string(to_string(options.offload.optimizer)));
+    line("offload.gradients", std::string(to_string(options.offload.gradients)));
+    line("offload.parameters", std::string(to_string(options.offload.parameters)));
+    line("io_buffers", std::to_string(options.offload.io_buffers));
+    line("io_verify", options.offload.io_verify ? "true" : "false");
+    line("sub_group_bytes", std::to_string(options.sub_group_bytes));
+    line("bytes on nvme", std::to_string(tiers.store_bytes) + " of them parameters " +
+                              std::to_string(tiers.parameter_bytes) + ", gradients " +
+                              std::to_string(tiers.gradient_bytes));
+    std::string kept;
+    for (const TierMap::Unit& unit : tiers.units) {
+      for (const TierMap::Segment& segment : unit.segments) {
+        kept += " " + std::to_string(segment.kept);
+      }
+    }
+    line("optimizer state in memory, elements of each segment", kept);
+  }
   const optimizers::Rule& rule = optimizer.rule();
   const auto hyper = [&](const std::string& who, const optimizers::Resolved& h) {
     text += "hyper-parameters " + who + " lr=" + exact(h.lr) +
@@ -143,7 +178,7 @@ bool fits(const MemoryPlan& plan, const EngineOptions& options) {
 }
 
 /// Changes in order of what they cost per step: nothing, then memory traffic, then traffic between
-/// ranks.
+/// ranks, then traffic with disks.
 std::vector<EngineOptions> changes(const Blueprint& b, int world) {
   std::vector<EngineOptions> all;
   const EngineOptions& now = b.options;
@@ -156,6 +191,12 @@ std::vector<EngineOptions> changes(const Blueprint& b, int world) {
   const auto host_all = [](EngineOptions& o) {
     o.offload.optimizer = Tier::host;
     o.offload.gradients = Tier::host;
+  };
+  const auto nvme = [](EngineOptions& o) { o.offload.optimizer = Tier::nvme; };
+  const auto nvme_all = [&](EngineOptions& o) {
+    nvme(o);
+    o.offload.gradients = Tier::nvme;
+    o.accumulation = Accumulation::reduced;
   };
   add(now, [](EngineOptions& o) { o.behind = 0; });
   add(now, [](EngineOptions& o) { o.wire.reset(); });
@@ -183,13 +224,22 @@ std::vector<EngineOptions> changes(const Blueprint& b, int world) {
     host_all(o);
     o.offload.parameters = Tier::host;
   });
+  add(now, nvme);
+  add(now, nvme_all);
+  add(least, nvme);
+  add(least, [&](EngineOptions& o) {
+    nvme_all(o);
+    o.offload.parameters = Tier::nvme;
+  });
   return all;
 }
 
-std::string advice(const Blueprint& b, int world) {
+}  // namespace
+
+std::string cheapest_change(const Blueprint& b, int world, const Fits& accepted) {
   const auto works = [&](int ranks, const EngineOptions& options) {
     try {
-      return fits(plan_memory(b.spec, b.optimizer, ranks, options), options);
+      return accepted(plan_memory(b.spec, b.optimizer, ranks, options), options);
     } catch (const UsageError&) {
       return false;
     }
@@ -197,7 +247,9 @@ std::string advice(const Blueprint& b, int world) {
   const std::vector<EngineOptions> all = changes(b, world);
   for (const EngineOptions& options : all) {
     if (!works(world, options)) continue;
-    return "The cheapest change that fits: " + difference(b.options, options) + ".";
+    const bool disk = options.offload.optimizer == Tier::nvme && options.offload.nvme_dir.empty();
+    return "The cheapest change that fits: " + difference(b.options, options) + "." +
+           (disk ? " Its file goes into the directory that offload.nvme_dir names." : "");
   }
   for (int more = world; more <= 4096 / 2;) {
     more *= 2;
@@ -214,8 +266,6 @@ std::string advice(const Blueprint& b, int world) {
          "slots are too big for this budget; split the unit.";
 }
 
-}  // namespace
-
 void check_budgets(const Blueprint& b, int world) {
   if (fits(b.plan, b.options)) return;
   std::string over;
@@ -227,7 +277,7 @@ void check_budgets(const Blueprint& b, int world) {
   };
   tier(Tier::device, b.options.device_budget, "device_budget");
   tier(Tier::host, b.options.host_budget, "host_budget");
-  throw OutOfMemory(over + ".\n" + b.plan.to_string() + advice(b, world));
+  throw OutOfMemory(over + ".\n" + b.plan.to_string() + cheapest_change(b, world, fits));
 }
 
 void check_machine(const Blueprint& b, int ranks_here) {

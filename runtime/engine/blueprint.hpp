@@ -3,11 +3,13 @@
 // that the plan is what the engine takes.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "runtime/engine/plan.hpp"
 #include "runtime/engine/schedule.hpp"
+#include "runtime/engine/tier_map.hpp"
 #include "runtime/shard/layout.hpp"
 #include "zshard/memory_plan.hpp"
 #include "zshard/model_spec.hpp"
@@ -23,6 +25,7 @@ struct Blueprint {
   std::unique_ptr<shard::Layout> layout;  // the schedules point to it
   Schedule training;
   Schedule evaluation;
+  TierMap tiers;
   MemoryPlan plan;
 
   /// Throws UsageError for what this version or the arguments cannot serve.
@@ -34,6 +37,13 @@ struct Blueprint {
   /// What must be equal on every rank, as text with one fact a line.
   [[nodiscard]] std::string identity() const;
 };
+
+/// Whether the plan of these options is small enough.
+using Fits = std::function<bool(const MemoryPlan& plan, const EngineOptions& options)>;
+
+/// A sentence that names the cheapest change of options, or of options and ranks, with which the
+/// plan fits, or says that none does.
+std::string cheapest_change(const Blueprint& blueprint, int world, const Fits& fits);
 
 /// Throws OutOfMemory, with the plan's table and the cheapest change that fits, if a budget of the
 /// options is exceeded.

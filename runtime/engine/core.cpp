@@ -25,7 +25,7 @@ struct Hello {
   std::uint32_t status = 0;
   std::uint32_t rank = 0;
 };
-enum Status : std::uint32_t { kFine, kUsage, kMemory, kOther };
+enum Status : std::uint32_t { kFine, kUsage, kMemory, kIo, kOther };
 
 void check_log_dir(const std::string& directory) {
   if (directory.empty()) return;
@@ -62,7 +62,7 @@ std::string text_of(const std::exception_ptr& cause) {
 
 Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
            const EngineOptions& options)
-    : blueprint_{spec, optimizer, options, nullptr, {}, {}, {}},
+    : blueprint_{spec, optimizer, options, nullptr, {}, {}, {}, {}},
       group_(group.implementation()),
       rank_(group.rank()),
       world_(group.size()),
@@ -81,6 +81,10 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
       own = std::current_exception();
     } catch (const OutOfMemory& error) {
       status = kMemory;
+      text = error.what();
+      own = std::current_exception();
+    } catch (const IoError& error) {
+      status = kIo;
       text = error.what();
       own = std::current_exception();
     } catch (const std::bad_alloc&) {
@@ -110,6 +114,12 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
     check_budgets(blueprint_, world_);
     check_machine(blueprint_, group_->ranks_here());
     check_log_dir(options.log_dir);
+    if (blueprint_.tiers.uses_store() && options.offload.nvme_dir.empty()) {
+      throw UsageError(
+          "a tier is nvme, and offload.nvme_dir is not set: name the directory for its file");
+    }
+    // Before any rank makes its file: afterwards free space and what is needed do not compare.
+    if (blueprint_.tiers.uses_store()) offload::Store::check(store_options());
     text = blueprint_.identity();
   });
   agree(status, text, own);
@@ -119,6 +129,7 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
     pool_ = std::make_unique<kernels::Pool>(
         kernels::kernel_threads(options.threads, group_->ranks_here()));
     storage_ = std::make_unique<Storage>(blueprint_, *group_);
+    if (blueprint_.tiers.uses_store()) make_store();
     board = group_->make_board_memory(4 * DataPlane::queue_capacity(blueprint_),
                                       DataPlane::vote_bytes(blueprint_));
   });
@@ -167,6 +178,8 @@ void Core::agree(std::uint32_t status, const std::string& text, std::exception_p
         throw UsageError(message);
       case kMemory:
         throw OutOfMemory(message);
+      case kIo:
+        throw IoError(message);
       default:
         throw CommError(message);
     }
@@ -182,6 +195,57 @@ void Core::agree(std::uint32_t status, const std::string& text, std::exception_p
   }
 }
 
+offload::StoreOptions Core::store_options() const {
+  const TierMap& map = blueprint_.tiers;
+  const OffloadOptions& offload = blueprint_.options.offload;
+  offload::StoreOptions options;
+  for (std::size_t at = 0; at <= offload.nvme_dir.size();) {
+    const std::size_t end = std::min(offload.nvme_dir.find(',', at), offload.nvme_dir.size());
+    options.directories.push_back(offload.nvme_dir.substr(at, end - at));
+    at = end + 1;
+  }
+  options.backend = offload.io_backend;
+  options.block_bytes = offload.io_block_bytes;
+  options.depth = offload.io_depth;
+  options.bytes = map.store_bytes;
+  options.rank = rank_;
+  options.ranks_here = group_->ranks_here();
+  options.deadline_seconds = blueprint_.options.deadline_seconds;
+  options.describe = [this](std::int64_t offset) {
+    return blueprint_.tiers.describe(*blueprint_.layout, offset);
+  };
+  return options;
+}
+
+void Core::make_store() {
+  const TierMap& map = blueprint_.tiers;
+  offload::StoreOptions options = store_options();
+  options.owner = storage_->owner();
+  // All staging memory but the checksums is the transfers'.
+  const std::int64_t buffers = map.staging_bytes - map.checksum_bytes;
+  options.buffers = {storage_->staging(rank_, 0), static_cast<std::size_t>(buffers)};
+  options.checksums = {reinterpret_cast<std::uint64_t*>(storage_->staging(rank_, map.checksums)),
+                       static_cast<std::size_t>(map.checksum_bytes / 8)};
+  store_ = offload::Store::make(std::move(options));
+  stream_ = std::make_unique<StateStream>(map, *storage_, *store_, rank_);
+  windows_ = std::make_unique<DiskWindows>(map, *storage_, *store_, rank_);
+  streamed_.reserve(map.groups.size());
+  disk_failures_.resize(static_cast<std::size_t>(world_));
+}
+
+MemoryPlan Core::ledger() const {
+  MemoryPlan ledger = storage_->ledger();
+  if (store_ == nullptr) return ledger;
+  const TierMap& map = blueprint_.tiers;
+  ledger.add(Category::gradients, Tier::nvme, map.gradient_bytes);
+  ledger.add(Category::master, Tier::nvme, map.master_bytes);
+  ledger.add(Category::moments, Tier::nvme, map.moment_bytes);
+  // Whatever the file has more or less than planned shows here.
+  ledger.add(Category::parameters, Tier::nvme,
+             store_->bytes() - map.gradient_bytes - map.master_bytes - map.moment_bytes);
+  return ledger;
+}
+
 void Core::construct(std::shared_ptr<memory::Arena> board) {
   storage_->share(*group_);
   endpoint_ = std::make_unique<comm::Endpoint>(
@@ -190,7 +254,8 @@ void Core::construct(std::shared_ptr<memory::Arena> board) {
                          DataPlane::vote_bytes(blueprint_)),
       blueprint_.options.deadline_seconds,
       [this](const comm::PackedSignature& s) { return DataPlane::describe(blueprint_, s); });
-  plane_ = std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, *pool_, rank_);
+  plane_ =
+      std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, *pool_, store_.get(), rank_);
   cursor_ = std::make_unique<Cursor>(&blueprint_.training, &blueprint_.evaluation,
                                      blueprint_.options.accumulation == Accumulation::reduced,
                                      static_cast<CursorSink*>(this));
@@ -234,6 +299,9 @@ void Core::close() noexcept {
   }
   plane_.reset();
   endpoint_.reset();
+  windows_.reset();
+  stream_.reset();
+  store_.reset();  // waits for its transfers; the file goes with the engine, not with a last guard
 }
 
 void Core::prepare_bindings() {
@@ -300,6 +368,7 @@ void Core::abandon(const std::string& scope) noexcept {
 
 void Core::check_poison() const {
   if (poison_ != nullptr) std::rethrow_exception(poison_);
+  if (interrupted_ != nullptr) std::rethrow_exception(interrupted_);
 }
 
 std::string Core::where() const {
@@ -400,7 +469,13 @@ void Core::commit(UnitId unit) {
                      ", whose backward pass is not held" + where() +
                      "; commit between acquire and release of its backward pass");
   }
-  guarded([&] { cursor_->commit(unit); });
+  guarded([&] {
+    cursor_->commit(unit);
+    // The end of the backward pass leaves the disk idle.
+    if (stream_ != nullptr && !prefetched_ && cursor_->micro() + 1 == cursor_->n()) {
+      prefetch_state();
+    }
+  });
 }
 
 void Core::release(UnitId unit, Pass pass) {

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "offload/tiers/store.hpp"
 #include "optimizers/rule.hpp"
 #include "runtime/base/fork.hpp"
 #include "runtime/comm/endpoint.hpp"
@@ -22,6 +23,8 @@
 #include "runtime/engine/blueprint.hpp"
 #include "runtime/engine/cursor.hpp"
 #include "runtime/engine/data_plane.hpp"
+#include "runtime/engine/disk_window.hpp"
+#include "runtime/engine/state_stream.hpp"
 #include "runtime/engine/storage.hpp"
 #include "runtime/kernels/pool.hpp"
 #include "zshard/engine.hpp"
@@ -85,6 +88,7 @@ class Core final : private CursorSink {
 
   // -- the step (core_step.cpp) --
   StepReport step(const StepOptions& options);
+  StepReport resume_step();
 
   // -- contents (core_contents.cpp) --
   void initialize(UnitId unit, const Initializer& fill);
@@ -98,7 +102,10 @@ class Core final : private CursorSink {
 
   // -- facts --
   [[nodiscard]] const Blueprint& blueprint() const { return blueprint_; }
-  [[nodiscard]] const Storage& storage() const { return *storage_; }
+  /// Bytes of memory and disk really taken.
+  [[nodiscard]] MemoryPlan ledger() const;
+  /// Null if nothing is on disk.
+  [[nodiscard]] const offload::Store* store() const { return store_.get(); }
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int world() const { return world_; }
 
@@ -152,6 +159,8 @@ class Core final : private CursorSink {
   void released(std::int32_t position) override;
 
   void construct(std::shared_ptr<memory::Arena> board);
+  [[nodiscard]] offload::StoreOptions store_options() const;
+  void make_store();
   /// Writes the endpoint's report to a file, once, where log_dir asks for it.
   void report(const std::string& cause) noexcept;
   void agree(std::uint32_t status, const std::string& text, std::exception_ptr own);
@@ -171,8 +180,12 @@ class Core final : private CursorSink {
 
   void resolve(const StepOptions& options, double* lr);
   [[nodiscard]] std::uint64_t hash_arguments(double unscale, const StepOptions& options);
-  void update_all(const StepOptions& options, float factor);
+  void order_updates(std::span<const char> touched);
+  void prefetch_state();
+  void update_all(float factor);
   void update_unit(std::int32_t unit, float factor, int half);
+  void update_group(std::int32_t group, float factor, int half);
+  void finish_step(StepReport& report);
   void fill_report_totals(StepReport& report);
 
   [[nodiscard]] Location locate(ParameterId id) const;       // of the owner, for an alias
@@ -180,11 +193,41 @@ class Core final : private CursorSink {
   [[nodiscard]] Location locate(const std::string& name) const;
   void fill_own(UnitId unit, const Initializer& fill);
   void rendezvous(comm::Operation operation, std::uint64_t tag);
+  /// After a tensor was written: brings it to disk, and drops what buffers held of it.
+  void forget_buffers();
+  /// Ends a collective change; throws on every rank if a disk failed.
+  void finish_change(comm::Operation operation, std::uint64_t tag,
+                     const std::exception_ptr& failure);
   /// Compares how the ranks' own functions ended. `failure`: what this rank's threw, or null.
   void rendezvous_outcome(comm::Operation operation, std::uint64_t tag, std::string_view call,
                           const std::exception_ptr& failure);
-  [[nodiscard]] float* state_of(int r, const Location& at, const std::string& slot,
+  /// One tensor of a parameter: itself, its accumulator, or part `part` of its state (the master
+  /// weights come first).
+  struct Tensor {
+    Content content = Content::parameter;
+    int part = 0;
+  };
+  /// Where elements of what a rank holds of a tensor lie.
+  struct Spot {
+    std::byte* memory = nullptr;  // null: on disk
+    std::int64_t offset = -1;     // in the store
+    std::int64_t run = 0;         // elements that follow one another from here on
+  };
+  [[nodiscard]] Spot spot(int r, const Location& at, Tensor tensor, std::int64_t element) const;
+  [[nodiscard]] Tensor state_of(const Location& at, const std::string& slot,
                                 const std::string& name) const;
+  /// Elements [lo, hi) of what this rank holds, piece by piece, to be written by body(memory, lo,
+  /// count).
+  template <class Body>
+  void change(const Location& at, Tensor tensor, std::int64_t lo, std::int64_t hi, Body&& body);
+  /// Elements [lo, hi) of what rank r holds, read on every rank by body(memory, lo, count).
+  /// Collective where they are on disk. Returns why a rank's disk failed, or null.
+  template <class Body>
+  std::exception_ptr visit(int r, const Location& at, Tensor tensor, std::int64_t lo,
+                           std::int64_t hi, comm::Operation operation, Body&& body);
+  /// Tells all ranks whether a disk failed. Returns null, or what every rank is to throw.
+  std::exception_ptr agree_on_disks(comm::Operation operation, std::uint64_t tag,
+                                    const std::exception_ptr& failure);
 
   Blueprint blueprint_;
   std::shared_ptr<comm::Group> group_;
@@ -192,6 +235,9 @@ class Core final : private CursorSink {
   int world_;
   std::unique_ptr<kernels::Pool> pool_;
   std::unique_ptr<Storage> storage_;
+  std::unique_ptr<offload::Store> store_;  // the fields up to here outlive its transfers
+  std::unique_ptr<StateStream> stream_;
+  std::unique_ptr<DiskWindows> windows_;
   std::unique_ptr<comm::Endpoint> endpoint_;
   std::unique_ptr<DataPlane> plane_;
   std::unique_ptr<Cursor> cursor_;
@@ -215,14 +261,23 @@ class Core final : private CursorSink {
   std::vector<optimizers::Resolved> resolved_;    // per class, of the present step
   std::vector<optimizers::Constants> constants_;  // per class
   std::vector<double> argument_words_;
-  std::vector<std::int32_t> order_;  // touched units in update order
+  std::vector<std::int32_t> order_;           // touched units in update order
+  std::vector<std::int32_t> streamed_;        // their sub-groups on disk, likewise
+  bool prefetched_ = false;                   // for the coming step
+  std::vector<std::uint32_t> disk_failures_;  // per rank, of the last agree_on_disks()
+  std::exception_ptr interrupted_;            // the I/O error that resume_step() has to make good
+  StepReport interrupted_report_;
+  float interrupted_factor_ = 0.0f;
   double update_seconds_ = 0.0;
+  double raw_share_ = 0.0;  // of the present step
   struct Totals {
     std::int64_t gathered = 0;
     std::int64_t reduced = 0;
     std::int64_t gather_ns = 0;
     std::int64_t reduce_ns = 0;
     std::uint64_t behind = 0;
+    offload::StoreTraffic disk;
+    double disk_wait = 0.0;
   } reported_;  // up to the last report
 };
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "runtime/engine/core.hpp"
 #include "runtime/kernels/kernels.hpp"
@@ -66,22 +67,129 @@ void Core::rendezvous_outcome(comm::Operation operation, std::uint64_t tag, std:
   }
 }
 
-float* Core::state_of(int r, const Location& at, const std::string& slot,
-                      const std::string& name) const {
+Core::Tensor Core::state_of(const Location& at, const std::string& slot,
+                            const std::string& name) const {
   if (!at.layout->trained()) {
     throw UsageError("parameter " + name + " is frozen: it has no optimizer state");
   }
   const auto slots = blueprint_.optimizer.rule().slots();
-  if (slot == "master" && at.layout->dtype != DType::f32) {
-    return storage_->master(r, at.unit, at.segment);
-  }
-  std::string known = at.layout->dtype != DType::f32 ? "master" : "";
+  const bool master = at.layout->dtype != DType::f32;
+  if (slot == "master" && master) return {Content::state, 0};
+  std::string known = master ? "master" : "";
   for (std::size_t k = 0; k < slots.size(); ++k) {
-    if (slots[k].name == slot) return storage_->state(r, at.unit, at.segment, static_cast<int>(k));
+    if (slots[k].name == slot) return {Content::state, static_cast<int>(k) + (master ? 1 : 0)};
     known += std::string(known.empty() ? "" : ", ") + std::string(slots[k].name);
   }
   throw UsageError("parameter " + name + " has no state slot " + slot +
                    "; it has: " + (known.empty() ? "none" : known));
+}
+
+Core::Spot Core::spot(int r, const Location& at, Tensor tensor, std::int64_t element) const {
+  const TierMap::Unit& unit = blueprint_.tiers.units[static_cast<std::size_t>(at.unit)];
+  const TierMap::Segment& tier = unit.segments[static_cast<std::size_t>(at.segment)];
+  const std::int64_t item = size_of(at.layout->dtype);
+  switch (tensor.content) {
+    case Content::parameter: {
+      const bool replicated = storage_->replicated(at.unit, at.segment);
+      const std::int64_t run = (replicated ? at.layout->padded : at.layout->shard) - element;
+      if (tier.parameter >= 0) {
+        return {nullptr, unit.parameters.offset + tier.parameter + element * item, run};
+      }
+      std::byte* memory = replicated ? storage_->full(r, at.unit, at.segment)
+                                     : storage_->shard(r, at.unit, at.segment);
+      return {memory + element * item, -1, run};
+    }
+    case Content::gradient:
+      if (tier.gradient >= 0) {
+        return {nullptr, unit.gradients.offset + tier.gradient + element * 4,
+                at.layout->shard - element};
+      }
+      return {reinterpret_cast<std::byte*>(storage_->accumulator(r, at.unit, at.segment) + element),
+              -1, at.layout->shard - element};
+    case Content::state:
+      break;
+  }
+  const int slot = tensor.part - (at.layout->dtype != DType::f32 ? 1 : 0);
+  if (element < tier.kept) {
+    float* memory = slot < 0 ? storage_->master(r, at.unit, at.segment)
+                             : storage_->state(r, at.unit, at.segment, slot);
+    return {reinterpret_cast<std::byte*>(memory + element), -1, tier.kept - element};
+  }
+  // The last group of the segment that starts at or before the element.
+  const auto begin = blueprint_.tiers.groups.begin() + unit.first_group;
+  const auto after = std::upper_bound(
+      begin, begin + unit.groups, std::pair{at.segment, element},
+      [](const std::pair<std::int32_t, std::int64_t>& key, const SubGroup& g) {
+        return key.first != g.segment ? key.first < g.segment : key.second < g.first;
+      });
+  const SubGroup& g = *(after - 1);
+  return {nullptr, g.state + 4 * (tensor.part * g.count + element - g.first),
+          g.first + g.count - element};
+}
+
+template <class Body>
+void Core::change(const Location& at, Tensor tensor, std::int64_t lo, std::int64_t hi,
+                  Body&& body) {
+  const std::int64_t item = tensor.content == Content::parameter ? size_of(at.layout->dtype) : 4;
+  while (lo < hi) {
+    const Spot place = spot(rank_, at, tensor, lo);
+    std::int64_t count = std::min(place.run, hi - lo);
+    std::byte* memory = place.memory;
+    if (memory == nullptr) {
+      count = std::min(count, DiskWindows::kMostBytes / item);
+      memory = windows_->access(place.offset, count * item, true);
+    }
+    body(memory, lo, count);
+    lo += count;
+  }
+}
+
+std::exception_ptr Core::agree_on_disks(comm::Operation operation, std::uint64_t tag,
+                                        const std::exception_ptr& failure) {
+  const std::uint32_t mine = failure == nullptr ? 0 : 1;
+  std::vector<std::uint32_t>& all = disk_failures_;
+  group_->exchange({operation, 1, sizeof mine, tag}, &mine, all.data());
+  const auto first = std::find(all.begin(), all.end(), 1U);
+  if (first == all.end()) return nullptr;
+  std::array<char, 1024> text{};
+  if (failure != nullptr) text_of(failure).copy(text.data(), text.size() - 1);
+  std::vector<char> texts(text.size() * static_cast<std::size_t>(world_));
+  group_->exchange({operation, 2, text.size(), tag}, text.data(), texts.data());
+  if (failure != nullptr) return failure;
+  const auto r = first - all.begin();
+  return std::make_exception_ptr(
+      IoError("rank " + std::to_string(r) + ": " +
+              (texts.data() + static_cast<std::size_t>(r) * text.size())));
+}
+
+template <class Body>
+std::exception_ptr Core::visit(int r, const Location& at, Tensor tensor, std::int64_t lo,
+                               std::int64_t hi, comm::Operation operation, Body&& body) {
+  const std::int64_t item = tensor.content == Content::parameter ? size_of(at.layout->dtype) : 4;
+  while (lo < hi) {
+    const Spot place = spot(r, at, tensor, lo);
+    std::int64_t count = std::min(place.run, hi - lo);
+    if (place.memory != nullptr) {
+      body(place.memory, lo, count);
+      lo += count;
+      continue;
+    }
+    count = std::min(count, DiskWindows::kMostBytes / item);
+    std::exception_ptr failure;
+    if (r == rank_) {
+      try {
+        windows_->show(place.offset, count * item);
+      } catch (const IoError&) {
+        failure = std::current_exception();
+      }
+    }
+    const auto tag = static_cast<std::uint64_t>(place.offset) * 2;
+    if (auto cause = agree_on_disks(operation, tag, failure); cause != nullptr) return cause;
+    body(windows_->shown(r, place.offset), lo, count);
+    rendezvous(operation, tag + 1);
+    lo += count;
+  }
+  return nullptr;
 }
 
 namespace {
@@ -112,39 +220,41 @@ void Core::read(Content content, const std::string& name, const std::string& slo
   } else {
     check_between_steps(content == Content::state ? "read_state" : "read_parameter");
   }
-  if (content == Content::state) (void)state_of(rank_, at, slot, name);  // checks the names
+  const Tensor tensor = content == Content::state ? state_of(at, slot, name) : Tensor{content, 0};
+  std::exception_ptr failure;  // of a disk: nothing has changed
   guarded([&] {
-    if (content == Content::gradient) plane_->drain();
+    if (content == Content::gradient) {
+      plane_->drain();
+      plane_->flush_gradients();
+    }
     const std::uint64_t tag =
         tag_of(content, name, slot, first, static_cast<std::int64_t>(out.size()));
     rendezvous(comm::Operation::read, tag);
     const shard::Segment& seg = *at.layout;
     const std::int64_t begin = at.placed->start + first;
     const std::int64_t end = begin + static_cast<std::int64_t>(out.size());
-    const bool whole_state = blueprint_.options.stage == Stage::replicated;
-    for (int r = 0; r < world_; ++r) {
+    const bool whole = content == Content::state ? blueprint_.options.stage == Stage::replicated
+                                                 : content == Content::parameter &&
+                                                       storage_->replicated(at.unit, at.segment);
+    for (int r = 0; r < world_ && failure == nullptr; ++r) {
       const shard::Range own = seg.owned(*at.placed, r);
       const std::int64_t lo = std::max(own.lo, begin);
       const std::int64_t hi = std::min(own.hi, end);
       if (lo >= hi) continue;
-      const std::int64_t cut = r * seg.shard;
-      float* target = out.data() + (lo - begin);
-      const auto bytes = static_cast<std::size_t>(hi - lo) * 4;
-      switch (content) {
-        case Content::parameter:
-          kernels::widen(storage_->shard(r, at.unit, at.segment) + (lo - cut) * size_of(seg.dtype),
-                         seg.dtype, target, hi - lo);
-          break;
-        case Content::gradient:
-          std::memcpy(target, storage_->accumulator(r, at.unit, at.segment) + (lo - cut), bytes);
-          break;
-        case Content::state:
-          std::memcpy(target, state_of(r, at, slot, name) + (whole_state ? lo : lo - cut), bytes);
-          break;
-      }
+      const std::int64_t cut = whole ? 0 : r * seg.shard;
+      failure = visit(r, at, tensor, lo - cut, hi - cut, comm::Operation::read,
+                      [&](const std::byte* memory, std::int64_t from, std::int64_t count) {
+                        float* target = out.data() + (from + cut - begin);
+                        if (content == Content::parameter) {
+                          kernels::widen(memory, seg.dtype, target, count);
+                        } else {
+                          std::memcpy(target, memory, static_cast<std::size_t>(count) * 4);
+                        }
+                      });
     }
-    rendezvous(comm::Operation::read, tag + 1);
+    if (failure == nullptr) rendezvous(comm::Operation::read, tag + 1);
   });
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 void Core::write(Content content, const std::string& name, const std::string& slot,
@@ -162,10 +272,11 @@ void Core::write(Content content, const std::string& name, const std::string& sl
   } else {
     check_between_steps(content == Content::state ? "write_state" : "write_parameter");
   }
-  if (content == Content::state) (void)state_of(rank_, at, slot, name);  // checks the names
+  const Tensor tensor = content == Content::state ? state_of(at, slot, name) : Tensor{content, 0};
   guarded([&] {
     // Peers that passed over parts of an evaluation still read here.
     plane_->drain();
+    plane_->flush_gradients();
     const std::uint64_t tag =
         mix(tag_of(content, name, slot, first, static_cast<std::int64_t>(values.size())),
             values.data(), values.size() * 4);
@@ -174,44 +285,65 @@ void Core::write(Content content, const std::string& name, const std::string& sl
     const std::int64_t begin = at.placed->start + first;
     const std::int64_t end = begin + static_cast<std::int64_t>(values.size());
     const shard::Range mine = seg.owned(*at.placed, rank_);
-    const std::int64_t base = storage_->state_begin(at.unit, at.segment);
-    // Elements [lo, hi) of the segment that a buffer of this rank holds from element `from` on.
-    const auto copy = [&](std::int64_t lo, std::int64_t hi, auto&& body) {
-      lo = std::max(lo, begin);
-      hi = std::min(hi, end);
-      if (lo < hi) body(lo, hi - lo, values.data() + (lo - begin));
+    // What this rank holds of [held.lo, held.hi), which its memory counts from `cut` on.
+    const auto set = [&](Tensor which, shard::Range held, std::int64_t cut) {
+      const std::int64_t lo = std::max(held.lo, begin) - cut;
+      const std::int64_t hi = std::min(held.hi, end) - cut;
+      change(at, which, lo, hi, [&](std::byte* memory, std::int64_t from, std::int64_t count) {
+        const float* source = values.data() + (from + cut - begin);
+        if (which.content == Content::parameter) {
+          kernels::narrow(source, seg.dtype, memory, count);
+        } else {
+          std::memcpy(memory, source, static_cast<std::size_t>(count) * 4);
+        }
+      });
     };
     const bool whole_state = blueprint_.options.stage == Stage::replicated;
     const shard::Range state = whole_state ? shard::Range{begin, end} : mine;
-    if (content == Content::parameter) {
-      const bool replicated = storage_->replicated(at.unit, at.segment);
-      std::byte* stored = replicated ? storage_->full(rank_, at.unit, at.segment)
-                                     : storage_->shard(rank_, at.unit, at.segment);
-      const std::int64_t cut = replicated ? 0 : rank_ * seg.shard;
-      const shard::Range held = replicated ? shard::Range{begin, end} : mine;
-      copy(held.lo, held.hi, [&](std::int64_t lo, std::int64_t count, const float* from) {
-        kernels::narrow(from, seg.dtype, stored + (lo - cut) * size_of(seg.dtype), count);
-      });
-      if (float* master = storage_->master(rank_, at.unit, at.segment); master != nullptr) {
-        copy(state.lo, state.hi, [&](std::int64_t lo, std::int64_t count, const float* from) {
-          std::memcpy(master + (lo - base), from, static_cast<std::size_t>(count) * 4);
-        });
+    const std::int64_t base = storage_->state_begin(at.unit, at.segment);
+    std::exception_ptr failure;
+    try {
+      switch (content) {
+        case Content::parameter:
+          if (storage_->replicated(at.unit, at.segment)) {
+            set(tensor, {begin, end}, 0);
+          } else {
+            set(tensor, mine, rank_ * seg.shard);
+          }
+          if (seg.trained() && seg.dtype != DType::f32) set({Content::state, 0}, state, base);
+          break;
+        case Content::gradient:
+          set(tensor, mine, rank_ * seg.shard);
+          break;
+        case Content::state:
+          set(tensor, state, base);
+          break;
       }
-    } else if (content == Content::gradient) {
-      float* accumulator = storage_->accumulator(rank_, at.unit, at.segment);
-      copy(mine.lo, mine.hi, [&](std::int64_t lo, std::int64_t count, const float* from) {
-        std::memcpy(accumulator + (lo - rank_ * seg.shard), from,
-                    static_cast<std::size_t>(count) * 4);
-      });
-      cursor_->touch(UnitId{at.unit});
-    } else {
-      float* target = state_of(rank_, at, slot, name);
-      copy(state.lo, state.hi, [&](std::int64_t lo, std::int64_t count, const float* from) {
-        std::memcpy(target + (lo - base), from, static_cast<std::size_t>(count) * 4);
-      });
+      forget_buffers();
+    } catch (const IoError&) {
+      failure = std::current_exception();
     }
-    rendezvous(comm::Operation::write, tag + 1);
+    if (content == Content::gradient) cursor_->touch(UnitId{at.unit});
+    finish_change(comm::Operation::write, tag + 1, failure);
   });
+}
+
+void Core::forget_buffers() {
+  if (store_ == nullptr) return;
+  windows_->flush();
+  stream_->forget();
+}
+
+void Core::finish_change(comm::Operation operation, std::uint64_t tag,
+                         const std::exception_ptr& failure) {
+  if (store_ == nullptr) {
+    rendezvous(operation, tag);
+    return;
+  }
+  // Half written: the engine cannot go on.
+  if (auto cause = agree_on_disks(operation, tag, failure); cause != nullptr) {
+    std::rethrow_exception(cause);
+  }
 }
 
 void Core::fill_own(UnitId unit, const Initializer& fill) {
@@ -220,10 +352,11 @@ void Core::fill_own(UnitId unit, const Initializer& fill) {
   std::array<float, kPiece> piece;
   for (std::int32_t s = 0; s < static_cast<std::int32_t>(layout.segments.size()); ++s) {
     const shard::Segment& seg = layout.segments[static_cast<std::size_t>(s)];
-    std::byte* shard = storage_->shard(rank_, u, s);
-    float* master = seg.trained() ? storage_->master(rank_, u, s) : nullptr;
-    const std::int64_t cut = rank_ * seg.shard;
-    const std::int64_t base = storage_->state_begin(u, s);
+    const Location at{u, s, &seg, nullptr};
+    const bool whole_state = blueprint_.options.stage == Stage::replicated;
+    // Replicated copies hold the whole segment, others this rank's shard.
+    const std::int64_t cut = storage_->replicated(u, s) ? 0 : rank_ * seg.shard;
+    const std::int64_t base = whole_state ? 0 : rank_ * seg.shard;
     for (const shard::Placed& p : seg.placed) {
       const ParameterSpec& spec = blueprint_.spec.parameter(p.parameter);
       const shard::Range own = seg.owned(p, rank_);
@@ -231,10 +364,16 @@ void Core::fill_own(UnitId unit, const Initializer& fill) {
         const std::int64_t count = std::min(kPiece, own.hi - lo);
         fill({p.parameter, spec.name, spec.shape, lo - p.start, count},
              std::span<float>(piece.data(), static_cast<std::size_t>(count)));
-        kernels::narrow(piece.data(), seg.dtype, shard + (lo - cut) * size_of(seg.dtype), count);
-        if (master != nullptr) {
-          std::memcpy(master + (lo - base), piece.data(), static_cast<std::size_t>(count) * 4);
-        }
+        change(at, {Content::parameter, 0}, lo - cut, lo - cut + count,
+               [&](std::byte* memory, std::int64_t from, std::int64_t n) {
+                 kernels::narrow(piece.data() + (from - (lo - cut)), seg.dtype, memory, n);
+               });
+        if (!seg.trained() || seg.dtype == DType::f32) continue;
+        change(at, {Content::state, 0}, lo - base, lo - base + count,
+               [&](std::byte* memory, std::int64_t from, std::int64_t n) {
+                 std::memcpy(memory, piece.data() + (from - (lo - base)),
+                             static_cast<std::size_t>(n) * 4);
+               });
       }
     }
   }
@@ -254,29 +393,62 @@ void Core::initialize(UnitId unit, const Initializer& fill) {
     plane_->drain();
     rendezvous(comm::Operation::initialize, 4 * tag);
     std::exception_ptr failure;
+    std::exception_ptr disk;
     try {
       fill_own(unit, fill);
+    } catch (const IoError&) {
+      failure = std::current_exception();
+      disk = failure;
     } catch (...) {
       failure = std::current_exception();
     }
+    if (disk == nullptr && failure == nullptr) {
+      try {
+        forget_buffers();
+      } catch (const IoError&) {
+        disk = std::current_exception();
+      }
+    }
+    finish_change(comm::Operation::initialize, 4 * tag + 3, disk);
     rendezvous_outcome(comm::Operation::initialize, 4 * tag + 1,
                        "initialize of unit " + layout.name, failure);
+    disk = nullptr;
     for (std::int32_t s = 0; s < static_cast<std::int32_t>(layout.segments.size()); ++s) {
       const shard::Segment& seg = layout.segments[static_cast<std::size_t>(s)];
       if (!storage_->replicated(u, s) || seg.padded == 0) continue;
       std::byte* full = storage_->full(rank_, u, s);
-      float* master = seg.trained() && whole_state ? storage_->master(rank_, u, s) : nullptr;
       for (int r = 0; r < world_; ++r) {
         if (r == rank_) continue;
         std::memcpy(full + r * seg.shard_bytes(), storage_->shard(r, u, s),
                     static_cast<std::size_t>(seg.shard_bytes()));
-        if (master != nullptr) {
-          std::memcpy(master + r * seg.shard, storage_->master(r, u, s) + r * seg.shard,
-                      static_cast<std::size_t>(seg.shard) * 4);
-        }
+      }
+      if (!whole_state || !seg.trained() || seg.dtype == DType::f32) continue;
+      const Location at{u, s, &seg, nullptr};
+      const Tensor master{Content::state, 0};
+      for (int r = 0; r < world_; ++r) {
+        const std::exception_ptr cause =
+            visit(r, at, master, r * seg.shard, (r + 1) * seg.shard, comm::Operation::initialize,
+                  [&](const std::byte* memory, std::int64_t from, std::int64_t count) {
+                    if (r == rank_ || disk != nullptr) return;
+                    try {
+                      change(at, master, from, from + count,
+                             [&](std::byte* to, std::int64_t first, std::int64_t n) {
+                               std::memcpy(to, memory + (first - from) * 4,
+                                           static_cast<std::size_t>(n) * 4);
+                             });
+                    } catch (const IoError&) {
+                      disk = std::current_exception();
+                    }
+                  });
+        if (cause != nullptr) std::rethrow_exception(cause);
       }
     }
-    rendezvous(comm::Operation::initialize, 4 * tag + 2);
+    try {
+      forget_buffers();
+    } catch (const IoError&) {
+      disk = std::current_exception();
+    }
+    finish_change(comm::Operation::initialize, 4 * tag + 2, disk);
   });
 }
 

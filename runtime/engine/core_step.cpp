@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <string>
 
 #include "runtime/engine/core.hpp"
@@ -46,6 +47,34 @@ void Core::prepare_hyper_classes() {
   constants_.resize(classes_.size());
   argument_words_.reserve(classes_.size() * 6 + 3);
   order_.reserve(spec.units().size());
+}
+
+void Core::order_updates(std::span<const char> touched) {
+  const bool descending = cursor_->step_count() % 2 != 0;
+  order_.clear();
+  streamed_.clear();
+  const auto units = static_cast<std::int32_t>(blueprint_.layout->units().size());
+  for (std::int32_t k = 0; k < units; ++k) {
+    const std::int32_t u = descending ? units - 1 - k : k;
+    if ((touched.empty() || touched[static_cast<std::size_t>(u)] != 0) &&
+        blueprint_.layout->units()[static_cast<std::size_t>(u)].gradient_bytes != 0) {
+      order_.push_back(u);
+    }
+  }
+  if (stream_ == nullptr) return;
+  for (const std::int32_t u : order_) {
+    const TierMap::Unit& unit = blueprint_.tiers.units[static_cast<std::size_t>(u)];
+    for (std::int32_t k = 0; k < unit.groups; ++k) {
+      const std::int32_t g = unit.first_group + (descending ? unit.groups - 1 - k : k);
+      if (blueprint_.tiers.groups[static_cast<std::size_t>(g)].on_disk()) streamed_.push_back(g);
+    }
+  }
+}
+
+void Core::prefetch_state() {
+  prefetched_ = true;
+  order_updates({});  // which units are touched is known at the vote only
+  stream_->prefetch(streamed_);
 }
 
 void Core::resolve(const StepOptions& options, double* lr) {
@@ -130,30 +159,62 @@ StepReport Core::step(const StepOptions& options) {
         vote.squares.first_element};
   } else {
     report.factor = static_cast<double>(clip.factor);
-    update_all(options, clip.factor);
+    order_updates(vote.touched);
+    if (stream_ != nullptr) stream_->begin(streamed_);
+    interrupted_report_ = report;
+    interrupted_factor_ = clip.factor;
+    update_all(clip.factor);
   }
+  finish_step(report);
+  return report;
+}
+
+StepReport Core::resume_step() {
+  const std::lock_guard<CallMutex> lock(mutex_);
+  if (poison_ != nullptr) std::rethrow_exception(poison_);
+  if (interrupted_ == nullptr) {
+    throw UsageError("resume_step: no step was interrupted by an I/O error");
+  }
+  std::exception_ptr failure;
+  try {
+    stream_->resume();
+  } catch (const IoError&) {
+    failure = std::current_exception();
+    stream_->settle();
+  }
+  // Every rank's disk must take what it refused before any rank goes on.
+  std::exception_ptr cause;
+  guarded([&] {
+    cause = agree_on_disks(comm::Operation::step,
+                           static_cast<std::uint64_t>(cursor_->step_count()) * 2 + 1, failure);
+  });
+  if (cause != nullptr) {
+    interrupted_ = cause;
+    std::rethrow_exception(cause);
+  }
+  interrupted_ = nullptr;
+  update_all(interrupted_factor_);
+  StepReport report = interrupted_report_;
+  finish_step(report);
+  return report;
+}
+
+void Core::finish_step(StepReport& report) {
   guarded([&] {
     plane_->drain();
     storage_->clear_local();
     if (blueprint_.options.poison_slots) storage_->poison_gather_arena();
     cursor_->end_step(!report.skipped);
   });
+  prefetched_ = false;
   fill_report_totals(report);
-  return report;
 }
 
-void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
+void Core::update_all(float factor) {
+  const auto start = std::chrono::steady_clock::now();
+  const offload::StoreTraffic before =
+      store_ == nullptr ? offload::StoreTraffic{} : store_->traffic();
   const std::int64_t step = cursor_->step_count();
-  const std::vector<char>& touched = plane_->vote().touched;
-  order_.clear();
-  const auto units = static_cast<std::int32_t>(touched.size());
-  for (std::int32_t k = 0; k < units; ++k) {
-    const std::int32_t u = step % 2 == 0 ? k : units - 1 - k;
-    if (touched[static_cast<std::size_t>(u)] != 0 &&
-        blueprint_.layout->units()[static_cast<std::size_t>(u)].gradient_bytes != 0) {
-      order_.push_back(u);
-    }
-  }
   // After the vote every rank finishes its own update, whatever becomes of its peers.
   std::exception_ptr cause;
   const auto with_peers = [&](auto&& body) {
@@ -165,6 +226,20 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
       endpoint_->fail("rank " + std::to_string(rank_) + ": " + error.what());
     }
   };
+  // A disk that fails leaves the rest of the update to resume_step(). Until all ranks know, this
+  // one still takes part in the step's gathers.
+  std::exception_ptr disk;
+  bool stalled = false;  // by a peer's disk
+  const auto from_disk = [&](auto&& body) {
+    if (disk != nullptr || stalled) return;
+    try {
+      body();
+    } catch (const IoError&) {
+      disk = std::current_exception();
+      stream_->settle();
+    }
+  };
+  bool lost = false;  // gradients that a gone peer has on its disk
   if (blueprint_.options.stage == Stage::replicated) {
     const auto gather = [&](std::size_t k) {
       half_ = static_cast<int>(k % 2);
@@ -181,13 +256,21 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
       const int half = static_cast<int>(k % 2);
       if (cause != nullptr) {
         plane_->stop();
+        if (blueprint_.tiers.gradients) {
+          lost = true;
+          break;
+        }
         plane_->gather_gradient_alone(order_[k], half);
+      } else if (!plane_->gathered(half)) {
+        stalled = true;
+        if (disk == nullptr) disk = plane_->gather_failure(half);
+        stream_->settle();
       }
-      update_unit(order_[k], factor, half);
+      from_disk([&] { update_unit(order_[k], factor, half); });
     }
   } else {
     for (const std::int32_t u : order_) {
-      update_unit(u, factor, 0);
+      from_disk([&] { update_unit(u, factor, 0); });
       with_peers([&] {
         cursor_->step_gather(u);
         plane_->kick();  // while the next unit is updated
@@ -195,68 +278,154 @@ void Core::update_all(const StepOptions& /*already resolved*/, float factor) {
     }
     with_peers([&] { plane_->drain(); });
   }
+  if (stream_ != nullptr) {
+    from_disk([&] { stream_->finish(); });
+    with_peers([&] {
+      plane_->drain();
+      interrupted_ = agree_on_disks(comm::Operation::step,
+                                    static_cast<std::uint64_t>(cursor_->step_count()) * 2, disk);
+    });
+  }
   // A failure that came too late to stop a gather of this step still ends it.
   with_peers([&] {
     if (endpoint_->failed()) throw CommError(endpoint_->failure());
   });
-  if (cause == nullptr) return;
-  updated_ = true;
+  if (store_ != nullptr) {
+    const offload::StoreTraffic after = store_->traffic();
+    const double raw =
+        static_cast<double>(after.read_bytes - before.read_bytes) / store_->raw_read() +
+        static_cast<double>(after.written_bytes - before.written_bytes) / store_->raw_write();
+    const double spent =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    raw_share_ = spent > 0 ? raw / spent : 0.0;
+  }
+  if (cause == nullptr) {
+    if (interrupted_ != nullptr) std::rethrow_exception(interrupted_);
+    return;
+  }
+  interrupted_ = nullptr;
+  const bool whole = disk == nullptr && !stalled && !lost;
+  updated_ = whole;
   try {
     std::rethrow_exception(cause);
   } catch (Error& error) {
-    error.set_state_step(step + 1);
+    if (whole) error.set_state_step(step + 1);
     poison(std::current_exception(), "rank " + std::to_string(rank_) + ": " + error.what());
     throw;
   }
 }
 
 void Core::update_unit(std::int32_t u, float factor, int half) {
+  const TierMap::Unit& unit = blueprint_.tiers.units[static_cast<std::size_t>(u)];
+  const bool descending = cursor_->step_count() % 2 != 0;
+  for (std::int32_t k = 0; k < unit.groups; ++k) {
+    update_group(unit.first_group + (descending ? unit.groups - 1 - k : k), factor, half);
+  }
+}
+
+void Core::update_group(std::int32_t index, float factor, int half) {
+  const SubGroup& g = blueprint_.tiers.groups[static_cast<std::size_t>(index)];
+  if (stream_ != nullptr && stream_->updated(index)) return;  // before the interruption
+  std::byte* buffer = g.on_disk() ? stream_->fetch(index) : nullptr;
   const auto start = std::chrono::steady_clock::now();
   const bool replicated = blueprint_.options.stage == Stage::replicated;
   const optimizers::Rule& rule = blueprint_.optimizer.rule();
   const std::int64_t step = cursor_->step_count() + 1;
   const auto slots = static_cast<int>(rule.slots().size());
-  const std::int64_t sub_group =
-      std::max<std::int64_t>(1, blueprint_.options.sub_group_bytes / (4 * (1 + slots)));
-  const shard::UnitLayout& unit = blueprint_.layout->units()[static_cast<std::size_t>(u)];
-  for (std::int32_t s = 0; s < static_cast<std::int32_t>(unit.segments.size()); ++s) {
-    const shard::Segment& seg = unit.segments[static_cast<std::size_t>(s)];
-    if (!seg.trained()) continue;
-    const std::int64_t base = storage_->state_begin(u, s);
-    std::byte* stored = replicated ? storage_->full(rank_, u, s) : storage_->shard(rank_, u, s);
-    float* master = storage_->master(rank_, u, s);
-    const float* gradient =
-        replicated ? storage_->gathered_gradient(half, u, s) : storage_->accumulator(rank_, u, s);
-    const std::int64_t chunk = master == nullptr ? sub_group : std::min(sub_group, kPublishChunk);
-    for (const shard::Placed& p : seg.placed) {
-      const shard::Range range = storage_->updated(u, s, p);
-      const optimizers::Constants& constants = constants_[static_cast<std::size_t>(
-          class_of_[static_cast<std::size_t>(p.parameter.value)])];
-      pool_->split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
-        for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
-          const std::int64_t at = lo - base;
-          optimizers::Elements e;
-          e.count = std::min(chunk, range.lo + last - lo);
-          e.parameter = (master == nullptr ? reinterpret_cast<float*>(stored) : master) + at;
-          for (int k = 0; k < slots; ++k) e.slots[k] = storage_->state(rank_, u, s, k) + at;
-          e.gradient = gradient + at;
-          e.factor = factor;
-          for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
-          if (master != nullptr) {
-            kernels::narrow(e.parameter, seg.dtype, stored + at * size_of(seg.dtype), e.count);
-          }
-        }
-      });
+  const std::int32_t u = g.unit;
+  const std::int32_t s = g.segment;
+  const shard::Segment& seg =
+      blueprint_.layout->units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
+  const std::int64_t item = size_of(seg.dtype);
+  const bool narrow = seg.dtype != DType::f32;
+  // Addresses of the group's first element.
+  std::byte* stored = nullptr;
+  if (g.parameter_bytes != 0) {
+    stored = buffer + g.state_bytes;
+  } else {
+    stored =
+        (replicated ? storage_->full(rank_, u, s) : storage_->shard(rank_, u, s)) + g.first * item;
+  }
+  const float* gradient = nullptr;
+  if (g.gradient_bytes != 0) {
+    gradient = reinterpret_cast<const float*>(buffer + g.state_bytes + g.parameter_bytes);
+  } else {
+    gradient = (replicated ? storage_->gathered_gradient(half, u, s)
+                           : storage_->accumulator(rank_, u, s)) +
+               g.first;
+  }
+  float* state[1 + optimizers::kMaxSlots] = {};
+  for (int part = 0; part < slots + (narrow ? 1 : 0); ++part) {
+    const int slot = part - (narrow ? 1 : 0);
+    if (g.state >= 0) {
+      state[part] = reinterpret_cast<float*>(buffer) + part * g.count;
+    } else {
+      state[part] =
+          (slot < 0 ? storage_->master(rank_, u, s) : storage_->state(rank_, u, s, slot)) + g.first;
     }
+  }
+  const std::int64_t chunk = narrow ? std::min(g.count, kPublishChunk) : g.count;
+  const std::int64_t begin = storage_->state_begin(u, s) + g.first;
+  const std::int64_t end = begin + g.count;
+  // Padding of parameters is zero; what a buffer only writes has it from here.
+  const bool zero_padding = g.parameter_bytes != 0 && !g.reads_parameter;
+  std::int64_t filled = begin;
+  const auto zero_to = [&](std::int64_t to) {
+    if (zero_padding && to > filled) {
+      std::memset(stored + (filled - begin) * item, 0,
+                  static_cast<std::size_t>((to - filled) * item));
+    }
+  };
+  const auto ends_before = [](const shard::Placed& p, std::int64_t element) {
+    return p.start + p.count <= element;
+  };
+  for (auto p = std::lower_bound(seg.placed.begin(), seg.placed.end(), begin, ends_before);
+       p != seg.placed.end() && p->start < end; ++p) {
+    const shard::Range all = storage_->updated(u, s, *p);
+    const shard::Range range{std::max(all.lo, begin), std::min(all.hi, end)};
+    if (range.empty()) continue;
+    zero_to(range.lo);
+    filled = range.hi;
+    const optimizers::Constants& constants = constants_[static_cast<std::size_t>(
+        class_of_[static_cast<std::size_t>(p->parameter.value)])];
+    pool_->split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
+        const std::int64_t at = lo - begin;
+        optimizers::Elements e;
+        e.count = std::min(chunk, range.lo + last - lo);
+        e.parameter = (narrow ? state[0] : reinterpret_cast<float*>(stored)) + at;
+        for (int k = 0; k < slots; ++k) e.slots[k] = state[k + (narrow ? 1 : 0)] + at;
+        e.gradient = gradient + at;
+        e.factor = factor;
+        for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
+        if (narrow) kernels::narrow(e.parameter, seg.dtype, stored + at * item, e.count);
+      }
+    });
+  }
+  if (zero_padding) {
+    zero_to(end);
+    std::memset(stored + g.count * item, 0,
+                static_cast<std::size_t>(g.parameter_bytes - g.count * item));
   }
   update_seconds_ +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (stream_ == nullptr) return;
+  if (g.on_disk()) {
+    stream_->publish(index);
+  } else {
+    stream_->set_done(index);
+  }
 }
 
 void Core::fill_report_totals(StepReport& report) {
   const Traffic& t = plane_->traffic();
-  const Totals now{t.gathered_bytes.load(), t.reduced_bytes.load(), t.gather_nanoseconds.load(),
-                   t.reduce_nanoseconds.load(), cursor_->served_behind()};
+  const Totals now{t.gathered_bytes.load(),
+                   t.reduced_bytes.load(),
+                   t.gather_nanoseconds.load(),
+                   t.reduce_nanoseconds.load(),
+                   cursor_->served_behind(),
+                   {},
+                   0.0};
   report.gathered_bytes = now.gathered - reported_.gathered;
   report.reduced_bytes = now.reduced - reported_.reduced;
   report.gather_seconds = static_cast<double>(now.gather_ns - reported_.gather_ns) * 1e-9;
@@ -264,7 +433,23 @@ void Core::fill_report_totals(StepReport& report) {
   report.served_behind = static_cast<std::int64_t>(now.behind - reported_.behind);
   report.update_seconds = update_seconds_;
   report.peak_bytes = storage_->reserved_bytes();
+  if (store_ != nullptr) {
+    const offload::StoreTraffic disk = store_->traffic();
+    const offload::StoreTraffic& old = reported_.disk;
+    report.disk_read_bytes = disk.read_bytes - old.read_bytes;
+    report.disk_written_bytes = disk.written_bytes - old.written_bytes;
+    report.read_seconds = disk.read_seconds - old.read_seconds;
+    report.write_seconds = disk.write_seconds - old.write_seconds;
+    report.wait_seconds = stream_->wait_seconds() - reported_.disk_wait;
+    report.raw_share = raw_share_;
+  }
+  const offload::StoreTraffic disk =
+      store_ == nullptr ? offload::StoreTraffic{} : store_->traffic();
+  const double disk_wait = stream_ == nullptr ? 0.0 : stream_->wait_seconds();
   reported_ = now;
+  reported_.disk = disk;
+  reported_.disk_wait = disk_wait;
+  raw_share_ = 0.0;
   update_seconds_ = 0.0;
 }
 

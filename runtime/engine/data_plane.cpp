@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "runtime/kernels/kernels.hpp"
 #include "zshard/error.hpp"
@@ -85,11 +86,13 @@ std::uint64_t DataPlane::queue_capacity(const Blueprint& b) {
 }
 
 DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
-                     kernels::Pool& pool, int rank)
+                     kernels::Pool& pool, offload::Store* store, int rank)
     : blueprint_(blueprint),
       storage_(storage),
       endpoint_(endpoint),
       pool_(pool),
+      store_(store),
+      tiers_(blueprint.tiers),
       layout_(*blueprint.layout),
       rank_(rank),
       world_(blueprint.layout->world()),
@@ -97,6 +100,22 @@ DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::E
       ballot_(vote_bytes(blueprint)),
       segments_(static_cast<std::size_t>(world_)) {
   vote_.touched.assign(layout_.units().size(), 0);
+  if (tiers_.parameters) {
+    ring_ = std::make_unique<ParameterRing>(tiers_, storage_, *store_, rank_);
+    for (const bool evaluation : {false, true}) {
+      const Schedule& schedule = evaluation ? blueprint.evaluation : blueprint.training;
+      for (const int micro : {0, 1}) {
+        for (const Item& item : schedule.items(micro)) {
+          if (item.kind == ItemKind::gather) gather_order_[evaluation][micro].push_back(item.unit);
+        }
+      }
+    }
+  }
+  for (std::size_t u = 0; u < tiers_.units.size(); ++u) {
+    if (tiers_.units[u].gradients.bytes != 0) {
+      units_on_disk_.push_back(static_cast<std::int32_t>(u));
+    }
+  }
   const std::uint64_t capacity = queue_capacity(blueprint);
   const EngineOptions& options = blueprint.options;
   std::uint64_t seed = static_cast<std::uint64_t>(rank) * 2 + 1;
@@ -125,13 +144,27 @@ void DataPlane::append(Queue queue, const Signature& signature, const Work& work
 void DataPlane::issue(const Signature& signature, const Item& item, bool contributes) {
   const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(item.unit)];
   const bool gather = item.kind == ItemKind::gather;
-  append(gather ? Queue::gather : Queue::reduce, signature,
-         {item, signature.sequence, contributes, 0, local_ || signature.micro == 0},
+  Work work{item, signature.sequence, contributes, 0, local_ || signature.micro == 0};
+  if (gather && ring_ != nullptr) foresee(signature, work);
+  append(gather ? Queue::gather : Queue::reduce, signature, work,
          gather ? unit.gather_bytes : unit.gradient_bytes);
 }
 
+void DataPlane::foresee(const Signature& signature, Work& work) {
+  if (signature.range != foreseen_range_ || signature.micro != foreseen_micro_) {
+    foreseen_range_ = signature.range;
+    foreseen_micro_ = signature.micro;
+    foreseen_ = 0;
+  }
+  const auto& orders = gather_order_[signature.evaluation ? 1 : 0];
+  const std::span<const std::int32_t> order = orders[signature.micro == 0 ? 0 : 1];
+  work.upcoming = order.subspan(std::min(++foreseen_, order.size()));
+  // Behind a step other bytes are to be read.
+  if (signature.micro + 1 < signature.n) work.later = orders[1];
+}
+
 void DataPlane::issue_step_gather(const Signature& signature, const Item& item, int half) {
-  append(Queue::gather, signature, {item, signature.sequence, true, half, false},
+  append(Queue::gather, signature, Work{item, signature.sequence, true, half, false},
          layout_.units()[static_cast<std::size_t>(item.unit)].gradient_bytes);
 }
 
@@ -139,7 +172,28 @@ void DataPlane::wait(Queue queue, std::uint64_t count) {
   // The caller may run this queue's tasks itself. Peers that wait in the other one must not wait
   // for that.
   (queue == Queue::gather ? reduce_ : gather_).stream->kick();
-  (queue == Queue::gather ? gather_ : reduce_).stream->wait(count);
+  try {
+    (queue == Queue::gather ? gather_ : reduce_).stream->wait(count);
+  } catch (const CommError&) {
+    // What this rank's own disk has caused.
+    const std::lock_guard<std::mutex> lock(disk_mutex_);
+    if (disk_failure_ != nullptr) std::rethrow_exception(disk_failure_);
+    throw;
+  }
+}
+
+template <class Body>
+void DataPlane::with_disk(Body&& body) {
+  try {
+    body();
+  } catch (const IoError& error) {
+    {
+      const std::lock_guard<std::mutex> lock(disk_mutex_);
+      if (disk_failure_ == nullptr) disk_failure_ = std::current_exception();
+    }
+    endpoint_.fail("rank " + std::to_string(rank_) + ": " + error.what());
+    throw;
+  }
 }
 
 void DataPlane::kick() {
@@ -166,17 +220,47 @@ void DataPlane::stop() {
 void DataPlane::run_gather(void* object, std::uint64_t index) {
   auto* self = static_cast<DataPlane*>(object);
   const Timer timer(self->traffic_.gather_nanoseconds);
-  const Work& work = self->gather_.ring[index];
-  self->endpoint_.meet(comm::Lane::gather, work.sequence, 0);
+  self->with_disk([&] { self->any_gather(self->gather_.ring[index]); });
+}
+
+void DataPlane::any_gather(const Work& work) {
+  ParameterRing* ring = work.item.kind == ItemKind::gather ? ring_.get() : nullptr;
+  if (ring != nullptr) ring->begin(work.item.unit, work.upcoming, work.later);
+  Half* half = nullptr;  // what is read here is read behind the vote: peers hear of a failure
+  if (work.item.kind == ItemKind::gather_gradient && tiers_.gradients) {
+    half = &halves_[work.half];
+    *half = Half{};
+    try {
+      read_accumulators(work.half, work.item.unit);
+      take_accumulators(work.half);
+    } catch (const IoError&) {
+      half->failure = std::current_exception();
+    }
+  }
+  const bool failed = half != nullptr && half->failure != nullptr;
+  endpoint_.meet(comm::Lane::gather, work.sequence, failed ? 1 : 0);
+  if (ring != nullptr) ring->met();
+  for (int r = 0; r < world_ && half != nullptr; ++r) {
+    half->complete = half->complete && endpoint_.payload(comm::Lane::gather, r) == 0;
+  }
   if (work.item.kind == ItemKind::gather) {
-    self->gather(work);
-  } else {
-    self->step_gather(work);
+    gather(work);
+  } else if (half == nullptr || half->complete) {
+    step_gather(work);
   }
   // What a gather reads changes later only: shards behind the next vote or in a write of a tensor,
   // accumulators in the next step's first reduction. Before each of them every rank drains its
-  // queues and then meets the others, so no peer still reads.
-  self->endpoint_.part(comm::Lane::gather);
+  // queues and then meets the others, so no peer still reads. Staging memory changes as soon as the
+  // next gather has met, or, where the next one needs this one's place, once all have finished.
+  // Payloads change with the next gather too.
+  if (ring != nullptr && ring->must_finish()) {
+    endpoint_.finish(comm::Lane::gather);
+    ring->finished();
+  } else if (half != nullptr) {
+    endpoint_.finish(comm::Lane::gather);
+  } else {
+    endpoint_.part(comm::Lane::gather);
+  }
 }
 
 void DataPlane::run_reduce(void* object, std::uint64_t index) {
@@ -186,7 +270,7 @@ void DataPlane::run_reduce(void* object, std::uint64_t index) {
   if (work.item.kind == ItemKind::vote) {
     self->exchange_votes(work);
   } else {
-    self->reduce(work);
+    self->with_disk([&] { self->reduce(work); });
   }
 }
 
@@ -212,7 +296,9 @@ void DataPlane::gather(const Work& work) {
     // Each rank begins at its own place, so that not all read the same peer at once.
     for (int k = 0; k < world_; ++k) {
       const int r = (rank_ + k) % world_;
-      copy(target + r * seg.shard_bytes(), storage_.shard(r, u, static_cast<int>(s)),
+      const int segment = static_cast<int>(s);
+      copy(target + r * seg.shard_bytes(),
+           ring_ != nullptr ? ring_->shard(r, segment) : storage_.shard(r, u, segment),
            seg.shard_bytes());
     }
     moved += seg.bytes();
@@ -250,14 +336,65 @@ void DataPlane::copy_gradients(std::int32_t u, int half) {
     float* target = storage_.gathered_gradient(half, u, static_cast<int>(s));
     for (int k = 0; k < world_; ++k) {
       const int r = (rank_ + k) % world_;
-      copy(target + r * seg.shard, storage_.accumulator(r, u, static_cast<int>(s)), seg.shard * 4);
+      const float* from = tiers_.gradients ? staged_accumulator(half, r, u, static_cast<int>(s))
+                                           : storage_.accumulator(r, u, static_cast<int>(s));
+      copy(target + r * seg.shard, from, seg.shard * 4);
     }
     traffic_.gathered_bytes.fetch_add(seg.padded * 4, std::memory_order_relaxed);
   }
 }
 
 void DataPlane::gather_gradient_alone(std::int32_t unit, int half) {
+  if (tiers_.gradients) {
+    throw CommError(
+        "a peer is gone, and its gradients are on its disk: the step cannot be finished");
+  }
   copy_gradients(unit, half);
+}
+
+// -- accumulators on disk --
+
+float* DataPlane::staged_accumulator(int slot, int r, std::int32_t u, int s) const {
+  const std::int64_t start =
+      tiers_.units[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)].gradient;
+  return reinterpret_cast<float*>(
+      storage_.staging(r, tiers_.accumulators + slot * tiers_.accumulator_bytes + start));
+}
+
+void DataPlane::read_accumulators(int slot, std::int32_t u) {
+  // What is on its way to disk may be what is read, and its memory what is read into.
+  for (AccumulatorSlot& other : slots_) {
+    if (other.write != 0 && (&other == &slots_[slot] || other.unit == u)) {
+      store_->wait(std::exchange(other.write, 0));
+    }
+  }
+  const Extent& extent = tiers_.units[static_cast<std::size_t>(u)].gradients;
+  AccumulatorSlot& at = slots_[slot];
+  at.unit = u;
+  at.read =
+      store_->read(extent.offset,
+                   {storage_.staging(rank_, tiers_.accumulators + slot * tiers_.accumulator_bytes),
+                    static_cast<std::size_t>(extent.bytes)});
+}
+
+void DataPlane::take_accumulators(int slot) {
+  const offload::Ticket ticket = std::exchange(slots_[slot].read, 0);
+  store_->wait(ticket);
+}
+
+void DataPlane::write_accumulators(int slot) {
+  AccumulatorSlot& at = slots_[slot];
+  const Extent& extent = tiers_.units[static_cast<std::size_t>(at.unit)].gradients;
+  at.write =
+      store_->write(extent.offset,
+                    {storage_.staging(rank_, tiers_.accumulators + slot * tiers_.accumulator_bytes),
+                     static_cast<std::size_t>(extent.bytes)});
+}
+
+void DataPlane::flush_gradients() {
+  for (AccumulatorSlot& slot : slots_) {
+    if (slot.write != 0) store_->wait(std::exchange(slot.write, 0));
+  }
 }
 
 void DataPlane::accumulate_locally(std::int32_t u) {
@@ -303,15 +440,26 @@ void DataPlane::prepare_contribution(std::int32_t u) {
 void DataPlane::reduce(const Work& work) {
   const std::int32_t u = work.item.unit;
   const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
+  if (tiers_.gradients) {
+    slot_ = 1 - slot_;
+    if (work.first_of_step) {
+      if (slots_[slot_].write != 0) store_->wait(std::exchange(slots_[slot_].write, 0));
+      slots_[slot_].unit = u;
+    } else {
+      read_accumulators(slot_, u);
+    }
+  }
   if (work.contributes) prepare_contribution(u);
   // In accumulation `local` the buffers of all micro-steps count, also of a rank that skipped the
   // last one.
   endpoint_.meet(comm::Lane::reduce, work.sequence, work.contributes || local_ ? 1 : 0);
+  if (tiers_.gradients) take_accumulators(slot_);
   for (std::size_t s = 0; s < unit.segments.size(); ++s) {
     if (unit.segments[s].trained()) {
       reduce_segment(u, static_cast<std::int32_t>(s), work.first_of_step);
     }
   }
+  if (tiers_.gradients) write_accumulators(slot_);
   endpoint_.finish(comm::Lane::reduce);
   if (blueprint_.options.poison_slots) {
     std::memset(storage_.gradients(u), 0xFF, static_cast<std::size_t>(unit.gradient_bytes));
@@ -339,7 +487,8 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, bool first_of_ste
   } else if (storage_.wire_staging(rank_, u, s) != nullptr) {
     dtype = *blueprint_.options.wire;
   }
-  float* accumulator = storage_.accumulator(rank_, u, s);
+  float* accumulator =
+      tiers_.gradients ? staged_accumulator(slot_, rank_, u, s) : storage_.accumulator(rank_, u, s);
   for (const shard::Placed& p : seg.placed) {
     const shard::Range own = seg.owned(p, rank_);
     if (own.empty()) continue;
@@ -358,11 +507,38 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, bool first_of_ste
   }
 }
 
+RankSquares DataPlane::squares_from_disk() {
+  flush_gradients();
+  // The next unit is read while the present one is summed.
+  std::size_t next = 0;
+  const auto start = [&] {
+    if (next == units_on_disk_.size()) return;
+    read_accumulators(static_cast<int>(next % kAccumulatorSlots), units_on_disk_[next]);
+    ++next;
+  };
+  start();
+  std::int32_t taken = -1;
+  const RankSquares squares =
+      rank_squares(layout_, rank_, storage_.square_blocks(), pool_, [&](int u, int seg) {
+        while (taken != u) {  // a unit of which this rank owns nothing is passed over
+          slot_ = static_cast<int>((next - 1) % kAccumulatorSlots);
+          take_accumulators(slot_);
+          taken = units_on_disk_[next - 1];
+          start();
+        }
+        return staged_accumulator(slot_, rank_, u, seg);
+      });
+  for (int slot = 0; slot < kAccumulatorSlots; ++slot) take_accumulators(slot);
+  return squares;
+}
+
 void DataPlane::issue_vote(const Signature& signature, std::span<const char> touched,
                            std::uint64_t arguments) {
   const Ballot ballot{
-      rank_squares(layout_, rank_, storage_.square_blocks(), pool_,
-                   [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); }),
+      tiers_.gradients
+          ? squares_from_disk()
+          : rank_squares(layout_, rank_, storage_.square_blocks(), pool_,
+                         [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); }),
       arguments};
   std::memset(ballot_.data(), 0, ballot_.size());
   std::memcpy(ballot_.data(), &ballot, sizeof ballot);
@@ -370,7 +546,7 @@ void DataPlane::issue_vote(const Signature& signature, std::span<const char> tou
     if (touched[u]) ballot_[sizeof ballot + u / 8] |= static_cast<std::byte>(1U << (u % 8));
   }
   append(Queue::reduce, signature,
-         {{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0, false},
+         Work{{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0, false},
          static_cast<std::int64_t>(ballot_.size()));
 }
 

@@ -4,14 +4,18 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "offload/tiers/store.hpp"
 #include "runtime/comm/endpoint.hpp"
 #include "runtime/device/stream.hpp"
 #include "runtime/engine/cursor.hpp"
+#include "runtime/engine/parameter_ring.hpp"
 #include "runtime/engine/storage.hpp"
 #include "runtime/engine/vote.hpp"
 #include "runtime/kernels/pool.hpp"
@@ -34,8 +38,9 @@ struct Traffic {
 
 class DataPlane {
  public:
+  /// store: what the blueprint's tier map has on disk; null if that is nothing.
   DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
-            kernels::Pool& pool, int rank);
+            kernels::Pool& pool, offload::Store* store, int rank);
   ~DataPlane();
   DataPlane(const DataPlane&) = delete;
   DataPlane& operator=(const DataPlane&) = delete;
@@ -64,9 +69,15 @@ class DataPlane {
   [[nodiscard]] std::uint64_t issued(Queue queue) const;
   /// After a failure: waits until the queues' threads no longer touch memory.
   void stop();
+  /// Waits until accumulators that were written to disk are there. Throws IoError.
+  void flush_gradients();
   /// Reads without meeting: after a failure behind the vote, when peers' gradients are final but a
   /// peer may be gone.
   void gather_gradient_alone(std::int32_t unit, int half);
+  /// Whether the gradients of a buffer are complete; false: some rank's disk refused its own.
+  [[nodiscard]] bool gathered(int half) const { return halves_[half].complete; }
+  /// Why this rank's are missing; null: they are not.
+  [[nodiscard]] std::exception_ptr gather_failure(int half) const { return halves_[half].failure; }
 
   [[nodiscard]] const Traffic& traffic() const { return traffic_; }
   /// Text of a signature, for messages.
@@ -83,6 +94,15 @@ class DataPlane {
     bool contributes = false;
     int half = 0;
     bool first_of_step = false;  // a reduction that sets the accumulators instead of adding to them
+    // A gather from disk: the gathers that follow it for certain.
+    std::span<const std::int32_t> upcoming{};
+    std::span<const std::int32_t> later{};
+  };
+  /// Accumulators of one unit, in staging memory.
+  struct AccumulatorSlot {
+    std::int32_t unit = -1;
+    offload::Ticket read = 0;
+    offload::Ticket write = 0;
   };
   struct Lane {
     std::unique_ptr<device::Stream> stream;
@@ -90,8 +110,18 @@ class DataPlane {
     std::uint64_t count = 0;
   };
   void append(Queue queue, const Signature& signature, const Work& work, std::int64_t bytes);
+  /// A gradient buffer of the step, at stage 0 with accumulators on disk.
+  struct Half {
+    bool complete = true;
+    std::exception_ptr failure;
+  };
+  /// Runs a task. A disk that fails in it ends the collectives of both queues on every rank at
+  /// once: a peer may wait for this queue's while this rank's caller waits for the other one's.
+  template <class Body>
+  void with_disk(Body&& body);
   static void run_gather(void* object, std::uint64_t index);
   static void run_reduce(void* object, std::uint64_t index);
+  void any_gather(const Work& work);  // of one of the three kinds
   void gather(const Work& work);
   void step_gather(const Work& work);
   void copy(void* target, const void* source, std::int64_t bytes);
@@ -99,12 +129,20 @@ class DataPlane {
   void reduce(const Work& work);
   void prepare_contribution(std::int32_t unit);
   void reduce_segment(std::int32_t unit, std::int32_t s, bool first_of_step);
+  void foresee(const Signature& signature, Work& work);
+  [[nodiscard]] float* staged_accumulator(int slot, int r, std::int32_t unit, int s) const;
+  RankSquares squares_from_disk();
+  void read_accumulators(int slot, std::int32_t unit);
+  void take_accumulators(int slot);
+  void write_accumulators(int slot);
   void exchange_votes(const Work& work);
 
   const Blueprint& blueprint_;
   const Storage& storage_;
   comm::Endpoint& endpoint_;
   kernels::Pool& pool_;
+  offload::Store* store_;
+  const TierMap& tiers_;
   const shard::Layout& layout_;
   int rank_;
   int world_;
@@ -112,6 +150,18 @@ class DataPlane {
   Vote vote_;
   std::vector<std::byte> ballot_;           // this rank's, written before the task is appended
   std::vector<const std::byte*> segments_;  // per rank, of the segment being reduced
+  std::unique_ptr<ParameterRing> ring_;     // parameters on disk
+  // Units of the gathers of a micro-step: training, evaluation; the first one, later ones.
+  std::vector<std::int32_t> gather_order_[2][2];
+  std::uint64_t foreseen_range_ = 0;
+  std::int32_t foreseen_micro_ = -1;
+  std::size_t foreseen_ = 0;                 // gathers of that micro-step so far
+  std::vector<std::int32_t> units_on_disk_;  // whose accumulators are
+  AccumulatorSlot slots_[kAccumulatorSlots];
+  int slot_ = 0;  // of the last reduction or gradient gather
+  Half halves_[2];
+  std::mutex disk_mutex_;
+  std::exception_ptr disk_failure_;  // the first one of a queue
   Traffic traffic_;
   Lane gather_;
   Lane reduce_;  // last: the workers stop before what they use goes

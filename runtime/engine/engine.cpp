@@ -187,9 +187,8 @@ StepReport Engine::step(const StepOptions& options) {
   return core_->step(options);
 }
 
-void Engine::resume_step() {
-  throw UsageError(
-      "resume_step: no step was interrupted by an I/O error; this version has no nvme tier");
+StepReport Engine::resume_step() {
+  return core_->resume_step();
 }
 
 void Engine::initialize(UnitId unit, const Initializer& fill) {
@@ -257,7 +256,7 @@ const MemoryPlan& Engine::plan() const {
   return core_->blueprint().plan;
 }
 MemoryPlan Engine::ledger() const {
-  return core_->storage().ledger();
+  return core_->ledger();
 }
 const ModelSpec& Engine::spec() const {
   return core_->blueprint().spec;

@@ -45,7 +45,12 @@ std::int64_t master_bytes(MasterWeights master) {
   return 0;
 }
 
-void plan_parameters(MemoryPlan& plan, const shard::Layout& layout, Stage stage) {
+bool on_disk(const PlanInput& input, bool TierMap::*what) {
+  return input.tiers != nullptr && input.tiers->*what;
+}
+
+void plan_parameters(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
+                     const PlanInput& input) {
   Bytes parameters(Category::parameters);
   Bytes resident(Category::resident);
   for (const shard::UnitLayout& unit : layout.units()) {
@@ -56,7 +61,11 @@ void plan_parameters(MemoryPlan& plan, const shard::Layout& layout, Stage stage)
       parameters.add(unit.bytes);
     }
   }
-  parameters.put(plan, Tier::device);
+  if (on_disk(input, &TierMap::parameters)) {
+    plan.add(Category::parameters, Tier::nvme, input.tiers->parameter_bytes);
+  } else {
+    parameters.put(plan, input.parameter_tier);
+  }
   resident.put(plan, Tier::device);
 }
 
@@ -64,12 +73,16 @@ void plan_state(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
                 const PlanInput& input) {
   Bytes master(Category::master);
   Bytes moments(Category::moments);
-  for (const shard::UnitLayout& unit : layout.units()) {
-    for (const shard::Segment& s : unit.segments) {
+  for (std::size_t u = 0; u < layout.units().size(); ++u) {
+    const shard::UnitLayout& unit = layout.units()[u];
+    for (std::size_t i = 0; i < unit.segments.size(); ++i) {
+      const shard::Segment& s = unit.segments[i];
       if (!s.trained()) {
         continue;
       }
-      const std::int64_t part = stage == Stage::replicated ? s.padded : s.shard;
+      const std::int64_t all = stage == Stage::replicated ? s.padded : s.shard;
+      const std::int64_t part =
+          input.tiers == nullptr ? all : input.tiers->units[u].segments[i].kept;
       if (s.dtype != DType::f32) {
         master.add(part, master_bytes(input.master));
       }
@@ -78,15 +91,22 @@ void plan_state(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
       }
     }
   }
-  master.put(plan, input.optimizer_tier);
-  moments.put(plan, input.optimizer_tier);
+  const bool split = input.tiers != nullptr && input.optimizer_tier == Tier::nvme;
+  const Tier memory = split ? Tier::host : input.optimizer_tier;
+  master.put(plan, memory);
+  moments.put(plan, memory);
+  if (input.tiers == nullptr) return;
+  plan.add(Category::master, Tier::nvme, input.tiers->master_bytes);
+  plan.add(Category::moments, Tier::nvme, input.tiers->moment_bytes);
 }
 
 void plan_gradients(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
                     const PlanInput& input) {
   Bytes gradients(Category::gradients);
   for (const shard::UnitLayout& unit : layout.units()) {
-    gradients.add(unit.trained_elements / layout.world(), kAccumulator);
+    if (!on_disk(input, &TierMap::gradients)) {
+      gradients.add(unit.trained_elements / layout.world(), kAccumulator);
+    }
     if (stage < Stage::gradients) {
       gradients.add(unit.gradient_bytes);
     }
@@ -94,7 +114,12 @@ void plan_gradients(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
       gradients.add(unit.trained_elements, kAccumulator);
     }
   }
-  gradients.put(plan, input.gradient_tier);
+  const bool split = input.tiers != nullptr && input.gradient_tier == Tier::nvme;
+  gradients.put(plan, split ? Tier::device : input.gradient_tier);
+  if (input.tiers != nullptr) {
+    plan.add(Category::gradients, Tier::nvme, input.tiers->gradient_bytes);
+    plan.add(Category::io_staging, Tier::host, input.tiers->staging_bytes);
+  }
 }
 
 /// Direct algorithm of host ranks: peers read the gradient slot itself, so only what changes its
@@ -157,7 +182,7 @@ std::int64_t count_blocks(const shard::Layout& layout, int rank) {
 MemoryPlan make_plan(const shard::Layout& layout, const Schedule& schedule,
                      const PlanInput& input) {
   MemoryPlan plan;
-  plan_parameters(plan, layout, schedule.stage);
+  plan_parameters(plan, layout, schedule.stage, input);
   plan_state(plan, layout, schedule.stage, input);
   plan_gradients(plan, layout, schedule.stage, input);
   plan_staging(plan, layout, schedule.stage, input);

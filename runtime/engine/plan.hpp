@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/engine/schedule.hpp"
+#include "runtime/engine/tier_map.hpp"
 #include "zshard/memory_plan.hpp"
 
 namespace zshard::engine {
@@ -17,9 +18,13 @@ struct PlanInput {
   std::optional<DType> wire;           // unset: the gradient's dtype
   Tier optimizer_tier = Tier::device;  // master and moments
   Tier gradient_tier = Tier::device;   // accumulators, full and local gradient buffers
+  Tier parameter_tier = Tier::device;  // shards of stage 3
+  const TierMap* tiers = nullptr;      // what lies on nvme; null: nothing
 };
 
-/// Everything but the optimizer tiers' categories lies on Tier::device.
+/// With the tier nvme, what the tier map leaves of optimizer state in memory lies on the host, and
+/// gradient buffers that the loop or the wire uses stay on the device. Staging lies on the host.
+/// All categories without a tier of their own lie on the device.
 MemoryPlan make_plan(const shard::Layout& layout, const Schedule& schedule, const PlanInput& input);
 
 /// Square-sum blocks of one rank: blocks of 1024 elements of its owned ranges.

@@ -16,7 +16,8 @@ constexpr Category kShared[] = {Category::parameters,
                                 Category::moments,
                                 Category::gradients,
                                 Category::gradient_slots,
-                                Category::communication_staging};
+                                Category::communication_staging,
+                                Category::io_staging};
 
 }  // namespace
 
@@ -24,10 +25,8 @@ Storage::Storage(const Blueprint& blueprint, comm::Group& group)
     : blueprint_(blueprint), rank_(group.rank()), world_(blueprint.layout->world()) {
   for (int c = 0; c < kCategories; ++c) {
     const auto category = static_cast<Category>(c);
-    for (int t = 0; t < kTiers; ++t) {
-      if (blueprint.plan.bytes(category, static_cast<Tier>(t)) != 0) {
-        tiers_[static_cast<std::size_t>(c)] = static_cast<Tier>(t);
-      }
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      if (blueprint.plan.bytes(category, tier) != 0) tiers_[static_cast<std::size_t>(c)] = tier;
     }
     bases_[static_cast<std::size_t>(c)].assign(static_cast<std::size_t>(world_), nullptr);
   }
@@ -65,22 +64,25 @@ void Storage::place() {
     at += bytes;
     return start;
   };
-  for (const shard::UnitLayout& unit : layout.units()) {
+  const TierMap& tiers = blueprint_.tiers;
+  for (std::size_t u = 0; u < layout.units().size(); ++u) {
+    const shard::UnitLayout& unit = layout.units()[u];
     first_.push_back(static_cast<std::int32_t>(places_.size()));
-    for (const shard::Segment& s : unit.segments) {
+    for (std::size_t i = 0; i < unit.segments.size(); ++i) {
+      const shard::Segment& s = unit.segments[i];
+      const TierMap::Segment& tier = tiers.units[u].segments[i];
       SegmentPlace p;
       if (stage == Stage::parameters && s.gathered()) {
-        p.shard = take(Category::parameters, s.shard_bytes());
+        if (tier.parameter < 0) p.shard = take(Category::parameters, s.shard_bytes());
       } else {
         p.resident = stage == Stage::parameters;
         p.full = take(p.resident ? Category::resident : Category::parameters, s.bytes());
       }
       if (s.trained()) {
-        const std::int64_t elements = stage == Stage::replicated ? s.padded : s.shard;
-        p.accumulator = take(Category::gradients, s.shard * 4);
-        if (s.dtype != DType::f32) p.master = take(Category::master, elements * 4);
+        if (tier.gradient < 0) p.accumulator = take(Category::gradients, s.shard * 4);
+        if (s.dtype != DType::f32) p.master = take(Category::master, tier.kept * 4);
         for (int k = 0; k < slots; ++k) {
-          p.state[static_cast<std::size_t>(k)] = take(Category::moments, elements * 4);
+          p.state[static_cast<std::size_t>(k)] = take(Category::moments, tier.kept * 4);
         }
       }
       places_.push_back(p);
@@ -131,6 +133,7 @@ void Storage::place() {
   if (stage == Stage::replicated) take(Category::communication_staging, 2 * gathered_bytes_);
   take(Category::gather_slots, blueprint_.gather_arena());
   take(Category::gradient_slots, blueprint_.training.gradient_arena);
+  take(Category::io_staging, tiers.staging_bytes);
   std::int64_t blocks = 0;
   for (int r = 0; r < world_; ++r) blocks = std::max(blocks, count_blocks(layout, r));
   take(Category::square_sum_blocks, 8 * blocks);
@@ -141,9 +144,11 @@ void Storage::place() {
 }
 
 void Storage::verify(Category category, std::int64_t end) const {
-  if (end == blueprint_.plan.bytes(category)) return;
+  const std::int64_t planned =
+      blueprint_.plan.bytes(category) - blueprint_.plan.bytes(category, Tier::nvme);
+  if (end == planned) return;
   throw Error("internal: " + std::string(to_string(category)) + " takes " + std::to_string(end) +
-              " bytes, the plan says " + std::to_string(blueprint_.plan.bytes(category)));
+              " bytes, the plan says " + std::to_string(planned));
 }
 
 void Storage::share(comm::Group& group) {
@@ -230,6 +235,10 @@ std::byte* Storage::wire_staging(int r, int u, int s) const {
 float* Storage::gathered_gradient(int half, int u, int s) const {
   return reinterpret_cast<float*>(base(Category::communication_staging, rank_) + gathered_begin_ +
                                   half * gathered_bytes_ + segment(u, s).gathered);
+}
+
+std::byte* Storage::staging(int r, std::int64_t offset) const {
+  return base(Category::io_staging, r) + offset;
 }
 
 double* Storage::square_blocks() const {

@@ -22,7 +22,7 @@ class Storage {
   /// Collective: maps the peers' arenas. Their memory stays valid as long as this object lives.
   void share(comm::Group& group);
 
-  /// Bytes really allocated, by category and tier.
+  /// Bytes of memory really allocated, by category and tier.
   [[nodiscard]] MemoryPlan ledger() const;
   [[nodiscard]] std::int64_t reserved_bytes() const;  // of all arenas, rounded
 
@@ -36,6 +36,8 @@ class Storage {
   [[nodiscard]] std::byte* slot(std::int64_t offset, int u, int s) const;  // gathered, in the arena
   [[nodiscard]] float* accumulator(int r, int u, int s) const;             // [segment.shard]
   [[nodiscard]] float* local(int r, int u, int s) const;  // [segment.padded], accumulation `local`
+  // What the tier map has on disk has no address here: shards, accumulators, and the elements of
+  // master and state from TierMap::Segment::kept on.
   /// fp32 masters of a 16-bit segment: [padded] at stage 0, else [shard]; null for f32 segments.
   [[nodiscard]] float* master(int r, int u, int s) const;
   [[nodiscard]] float* state(int r, int u, int s, int slot) const;  // like master, for every slot
@@ -44,6 +46,10 @@ class Storage {
   [[nodiscard]] std::byte* wire_staging(int r, int u, int s) const;  // null where wire == dtype
   [[nodiscard]] float* gathered_gradient(int half, int u,
                                          int s) const;  // stage 0: one of two buffers
+  /// Of this rank's staging memory.
+  [[nodiscard]] std::shared_ptr<const void> owner() const { return shared_; }
+  /// Rank r's staging memory of the nvme tier; offsets are those of the tier map.
+  [[nodiscard]] std::byte* staging(int r, std::int64_t offset) const;
   [[nodiscard]] double* square_blocks() const;
   /// Elements of `state` and `master` before the segment's first one: 0 at stage 0, else rank *
   /// shard.

@@ -25,12 +25,65 @@ enum Factor {
   kUses,
   kTiers,
   kSubGroup,
+  kBuffers,
+  kBackend,
+  kVerify,
   kEvaluate,
   kPoison,
   kBad,
   kFactors
 };
-inline const std::vector<int> kLevels = {7, 6, 2, 2, 4, 3, 2, 3, 3, 3, 2, 3, 3, 2, 2, 2, 2};
+inline const std::vector<int> kLevels = {7, 6, 2, 2, 4, 3, 2, 3, 3, 3,
+                                         2, 3, 8, 3, 4, 2, 2, 2, 2, 2};
+
+enum TierLevel {
+  kAllDevice,
+  kOptimizerHost,
+  kOptimizerAndGradientsHost,
+  kOptimizerNvme,
+  kHalfOptimizerNvme,
+  kOptimizerAndGradientsNvme,
+  kAllNvme,
+  kParametersNvme
+};
+
+/// What of the tiers a case can have: parameters move at stage 3, accumulators on disk need
+/// accumulation `reduced`.
+inline void set_tiers(EngineOptions& o, std::size_t level) {
+  const bool third = o.stage == Stage::parameters;
+  const bool reduced = o.accumulation == Accumulation::reduced;
+  o.offload.nvme_dir = level >= kOptimizerNvme ? nvme_directory() : "";
+  switch (level) {
+    case kOptimizerHost:
+      o.offload.optimizer = Tier::host;
+      break;
+    case kOptimizerAndGradientsHost:
+      o.offload.optimizer = Tier::host;
+      o.offload.gradients = Tier::host;
+      break;
+    case kOptimizerNvme:
+      o.offload.optimizer = Tier::nvme;
+      break;
+    case kHalfOptimizerNvme:
+      o.offload.optimizer = Tier::nvme;
+      o.offload.optimizer_nvme_bytes = 20000;
+      break;
+    case kOptimizerAndGradientsNvme:
+      o.offload.optimizer = Tier::nvme;
+      if (reduced) o.offload.gradients = Tier::nvme;
+      break;
+    case kAllNvme:
+      o.offload.optimizer = Tier::nvme;
+      if (reduced) o.offload.gradients = Tier::nvme;
+      if (third) o.offload.parameters = Tier::nvme;
+      break;
+    case kParametersNvme:
+      if (third) o.offload.parameters = Tier::nvme;
+      break;
+    default:
+      break;
+  }
+}
 
 inline Case make_case(const std::vector<int>& row, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -59,9 +112,12 @@ inline Case make_case(const std::vector<int>& row, std::uint64_t seed) {
   const int micro_steps = at(kMicroSteps) == 0 ? 1 : 3;
   c.uses = random_uses(random, c.spec, c.world, 3, micro_steps, at(kUses) == 0 ? 100 : 65);
   c.declare = at(kUses) == 2;
-  if (at(kTiers) >= 1) o.offload.optimizer = Tier::host;
-  if (at(kTiers) == 2) o.offload.gradients = Tier::host;
-  if (at(kSubGroup) == 1) o.sub_group_bytes = 4096;
+  set_tiers(o, at(kTiers));
+  // All of a segment; 341 elements, which are rounded up to the smallest group; two of those.
+  if (at(kSubGroup) != 0) o.sub_group_bytes = at(kSubGroup) == 1 ? 4096 : 40000;
+  o.offload.io_buffers = std::vector<int>{3, 1, 2, 8}[at(kBuffers)];
+  o.offload.io_backend = at(kBackend) == 0 ? IoBackendKind::automatic : IoBackendKind::posix;
+  o.offload.io_verify = at(kVerify) == 1;
   c.evaluate = at(kEvaluate) == 1;
   o.poison_slots = at(kPoison) == 1;
   if (at(kBad) == 1) c.bad_tick = micro_steps;  // in the second step

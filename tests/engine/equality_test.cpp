@@ -22,7 +22,7 @@ void check(const lab::Case& c, const std::string& what) {
 TEST(Equality, EveryPairOfFactorsGivesTheOraclesBits) {
   ASSERT_EQ(lab::kLevels.size(), static_cast<std::size_t>(lab::kFactors));
   const auto rows = lab::pairwise(lab::kLevels, 11);
-  ASSERT_LE(3 * rows.size(), 150U);
+  ASSERT_LE(3 * rows.size(), 240U);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     for (std::uint64_t model = 0; model < 3; ++model) {
       check(lab::make_case(rows[i], 100 * i + model), "row " + std::to_string(i) + ", model " +

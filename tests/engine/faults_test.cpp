@@ -20,6 +20,7 @@
 #include "runtime/comm/group.hpp"
 #include "runtime/memory/arena.hpp"
 #include "runtime/shard/layout.hpp"
+#include "tests/engine/lab.hpp"
 #include "tests/engine/outcomes.hpp"
 
 #ifndef ZSHARD_SANITIZER
@@ -858,6 +859,7 @@ TEST(Faults, TheChangeThatARefusalNamesReallyConstructs) {
   for (int turn = 0; turn < kTurns; ++turn) {
     EngineOptions options;
     const auto pick = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+    options.offload.nvme_dir = lab::nvme_directory();
     options.stage = static_cast<Stage>(pick(4));
     if (pick(2) == 0) options.wire = DType::f32;
     if (pick(2) == 0) options.accumulation = Accumulation::local;

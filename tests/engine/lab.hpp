@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -20,6 +22,23 @@
 #include "zshard/zshard.hpp"
 
 namespace zshard::lab {
+
+/// A directory for the nvme tier, removed at the end of the process.
+inline const std::string& nvme_directory() {
+  static const struct Directory {
+    std::string path = (std::filesystem::temp_directory_path() / "zshard-test-XXXXXX").string();
+    Directory() {
+      if (mkdtemp(path.data()) == nullptr) throw Error("cannot make " + path);
+    }
+    Directory(const Directory&) = delete;
+    Directory& operator=(const Directory&) = delete;
+    ~Directory() {
+      std::error_code ignored;
+      std::filesystem::remove_all(path, ignored);
+    }
+  } directory;
+  return directory.path;
+}
 
 /// uses[step][micro-step][rank]: positions of the program that the rank uses.
 using Uses = std::vector<std::vector<std::vector<std::set<int>>>>;
@@ -526,8 +545,8 @@ inline bool chance(std::mt19937_64& random, int percent) {
 }
 
 inline ModelSpec random_spec(std::mt19937_64& random) {
-  const std::vector<Shape> shapes = {{},        {1},  {7},  {6},    {33},    {0, 4},
-                                     {2, 7, 3}, {64}, {65}, {1200}, {40, 40}};
+  const std::vector<Shape> shapes = {{},        {1},  {7},  {6},    {33},     {0, 4},
+                                     {2, 7, 3}, {64}, {65}, {1200}, {40, 40}, {5000}};
   const DType dtypes[] = {DType::f32, DType::f32, DType::bf16, DType::f16};
   ModelSpec spec;
   struct Earlier {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 
+#include "tests/engine/lab.hpp"
 #include "tests/engine/outcomes.hpp"
 
 namespace zshard {
@@ -100,7 +101,11 @@ std::vector<OptionCase> numeric_options() {
       Bytes{0, 1, kHuge}, Bytes{-1});
   row(
       "offload.optimizer_nvme_bytes",
-      [](EngineOptions& o, std::int64_t v) { o.offload.optimizer_nvme_bytes = v; },
+      [](EngineOptions& o, std::int64_t v) {
+        o.offload.optimizer = Tier::nvme;
+        o.offload.nvme_dir = lab::nvme_directory();
+        o.offload.optimizer_nvme_bytes = v;
+      },
       Bytes{0, 1, kHuge}, Bytes{-1});
   row(
       "loss_scale", [](EngineOptions& o, double v) { o.loss_scale = v; }, Numbers{1.0, 1024.0},
@@ -144,12 +149,34 @@ std::vector<OptionCase> enum_options() {
   works("optimizer in host", [](EngineOptions& o) { o.offload.optimizer = Tier::host; });
   works("gradients in host", [](EngineOptions& o) { o.offload.gradients = Tier::host; });
   works("parameters in host", [](EngineOptions& o) { o.offload.parameters = Tier::host; });
-  refused("optimizer on nvme", [](EngineOptions& o) { o.offload.optimizer = Tier::nvme; },
-          {"nvme tier", "not served"});
-  refused("gradients on nvme", [](EngineOptions& o) { o.offload.gradients = Tier::nvme; },
-          {"nvme tier", "not served"});
-  refused("parameters on nvme", [](EngineOptions& o) { o.offload.parameters = Tier::nvme; },
-          {"nvme tier", "not served"});
+  const auto nvme = [&](const std::string& what, Tier OffloadOptions::*tier) {
+    works(what + " on nvme", [tier](EngineOptions& o) {
+      o.offload.*tier = Tier::nvme;
+      o.offload.nvme_dir = lab::nvme_directory();
+    });
+    refused(what + " on nvme without a directory",
+            [tier](EngineOptions& o) { o.offload.*tier = Tier::nvme; },
+            {"offload.nvme_dir is not set"});
+  };
+  nvme("optimizer", &OffloadOptions::optimizer);
+  nvme("gradients", &OffloadOptions::gradients);
+  nvme("parameters", &OffloadOptions::parameters);
+  refused("gradients on nvme with local accumulation",
+          [](EngineOptions& o) {
+            o.offload.gradients = Tier::nvme;
+            o.offload.nvme_dir = lab::nvme_directory();
+            o.accumulation = Accumulation::local;
+          },
+          {"offload.gradients", "accumulation = reduced"});
+  refused("bytes on nvme without the tier",
+          [](EngineOptions& o) { o.offload.optimizer_nvme_bytes = 1; },
+          {"offload.optimizer_nvme_bytes needs offload.optimizer = nvme"});
+  refused("a directory that is not there",
+          [](EngineOptions& o) {
+            o.offload.optimizer = Tier::nvme;
+            o.offload.nvme_dir = lab::nvme_directory() + "/none";
+          },
+          {"none", "No such file or directory"});
   refused("tier 9", [](EngineOptions& o) { o.offload.optimizer = static_cast<Tier>(9); },
           {"option offload.optimizer", "Allowed:"});
   for (int stage = 0; stage < 3; ++stage) {

@@ -48,6 +48,8 @@ TEST(Arguments, AllAreRead) {
                                                    "17",
                                                    "--vocab",
                                                    "300",
+                                                   "--vocab-units",
+                                                   "9",
                                                    "--batch",
                                                    "7",
                                                    "--accumulation",
@@ -82,6 +84,12 @@ TEST(Arguments, AllAreRead) {
                                                    "1",
                                                    "--optimizer-tier",
                                                    "host",
+                                                   "--gradient-tier",
+                                                   "nvme",
+                                                   "--nvme-dir",
+                                                   "/a",
+                                                   "--nvme-dir",
+                                                   "/b",
                                                    "--gather-budget",
                                                    "3MiB",
                                                    "--order",
@@ -100,6 +108,7 @@ TEST(Arguments, AllAreRead) {
   EXPECT_EQ(config.shape.width, 35);
   EXPECT_EQ(config.shape.context, 17);
   EXPECT_EQ(config.shape.vocab, 300);
+  EXPECT_EQ(config.shape.vocab_units, 9);
   EXPECT_EQ(config.batch, 7);
   EXPECT_EQ(config.accumulation, 2);
   EXPECT_EQ(config.steps, 11);
@@ -117,12 +126,27 @@ TEST(Arguments, AllAreRead) {
   EXPECT_EQ(config.ranks, 3);
   EXPECT_EQ(config.engine.stage, zshard::Stage::optimizer);
   EXPECT_EQ(config.engine.offload.optimizer, zshard::Tier::host);
+  EXPECT_EQ(config.engine.offload.gradients, zshard::Tier::nvme);
+  EXPECT_EQ(config.engine.offload.nvme_dir, "/a,/b");
   EXPECT_EQ(config.engine.gather_budget, 3 << 20);
   EXPECT_EQ(config.order, gpt::Order::sequential);
   EXPECT_EQ(config.log, "l.jsonl");
   EXPECT_TRUE(config.digest);
   EXPECT_EQ(config.engine.accumulation, zshard::Accumulation::local);
   EXPECT_EQ(config.engine.reduction_group, 2);
+}
+
+TEST(Arguments, EachClassOfTensorsHasItsTier) {
+  const auto tiers = [](const Arguments& arguments) {
+    const zshard::OffloadOptions offload = parse(arguments).engine.offload;
+    return std::vector{offload.optimizer, offload.gradients, offload.parameters};
+  };
+  using zshard::Tier;
+  EXPECT_EQ(tiers({}), (std::vector{Tier::device, Tier::device, Tier::device}));
+  EXPECT_EQ(tiers({"--optimizer-tier", "host", "--gradient-tier", "device", "--parameter-tier",
+                   "nvme", "--nvme-dir", "/a"}),
+            (std::vector{Tier::host, Tier::device, Tier::nvme}));
+  EXPECT_TRUE(refused({"--parameter-tier", "host", "--stage", "2"}));
 }
 
 TEST(Arguments, LowestLearningRateFollowsTheHighest) {
@@ -144,27 +168,18 @@ TEST(Arguments, EachNumberAtZeroOneNegativeAndHuge) {
     bool zero, one, negative, huge;  // legal?
   };
   const std::vector<Case> cases = {
-      {"--layers", false, true, false, false},
-      {"--heads", false, true, false, false},
+      {"--layers", false, true, false, false},       {"--heads", false, true, false, false},
       {"--width", false, false, false, false},  // one is no multiple of four heads
-      {"--context", false, true, false, false},
-      {"--vocab", false, false, false, false},
-      {"--batch", false, true, false, false},
-      {"--accumulation", false, true, false, false},
-      {"--steps", true, true, false, false},
+      {"--context", false, true, false, false},      {"--vocab", false, false, false, false},
+      {"--vocab-units", false, true, false, false},  {"--batch", false, true, false, false},
+      {"--accumulation", false, true, false, false}, {"--steps", true, true, false, false},
       {"--lr", false, true, false, false},  // zero is less than the least rate given below
-      {"--min-lr", true, false, false, false},
-      {"--warmup", true, true, false, false},
-      {"--beta1", true, false, false, false},
-      {"--beta2", true, false, false, false},
-      {"--weight-decay", true, true, false, false},
-      {"--clip", true, true, false, false},
-      {"--seed", true, true, false, false},
-      {"--eval-interval", true, true, false, false},
-      {"--val-fraction", true, false, false, false},
-      {"--ranks", false, true, false, false},
-      {"--stage", true, true, false, false},
-      {"--gather-budget", true, true, false, false},
+      {"--min-lr", true, false, false, false},       {"--warmup", true, true, false, false},
+      {"--beta1", true, false, false, false},        {"--beta2", true, false, false, false},
+      {"--weight-decay", true, true, false, false},  {"--clip", true, true, false, false},
+      {"--seed", true, true, false, false},          {"--eval-interval", true, true, false, false},
+      {"--val-fraction", true, false, false, false}, {"--ranks", false, true, false, false},
+      {"--stage", true, true, false, false},         {"--gather-budget", true, true, false, false},
   };
   for (const Case& c : cases) {
     const Arguments other =
@@ -191,7 +206,12 @@ TEST(Arguments, EachNumberAtZeroOneNegativeAndHuge) {
 TEST(Arguments, WhatCannotBeServedIsRefused) {
   EXPECT_TRUE(refused({"--dtype", "f16"}));
   EXPECT_TRUE(refused({"--order", "backwards"}));
+  EXPECT_TRUE(refused({"--vocab-units", "257"}));  // of 256 rows
   EXPECT_TRUE(refused({"--optimizer-tier", "cloud"}));
+  EXPECT_TRUE(refused({"--gradient-tier", "cloud"}));
+  EXPECT_TRUE(refused({"--parameter-tier", "cloud"}));
+  EXPECT_TRUE(refused({"--nvme-dir", "/a,/b"}));
+  EXPECT_TRUE(refused({"--nvme-dir", "/a", "/b"}));
   EXPECT_TRUE(refused({"--heads", "3"}));  // 128 is no multiple
   EXPECT_TRUE(refused({"--vocab", "255"}));
   EXPECT_TRUE(refused({"--lr", "inf"}));
@@ -289,6 +309,49 @@ TEST_F(Program, TrainsLogsAndPrintsDigests) {
   EXPECT_NE(digests(), first);
 }
 
+TEST_F(Program, StateOnDiskLeavesTheDigests) {
+  const std::string run_of = small() + " --ranks 2 --steps 5 --digest --vocab-units 2 ";
+  ASSERT_EQ(run(run_of), 0) << output_;
+  const std::string in_memory = digests();
+  EXPECT_EQ(output_.find("disk a step"), std::string::npos) << output_;
+  for (const char* name : {"a", "b"}) std::filesystem::create_directory(file(name));
+  ASSERT_EQ(
+      run(run_of + "--optimizer-tier nvme --gradient-tier nvme --parameter-tier nvme " +
+          "--nvme-dir " + file("a") + " --nvme-dir " + file("b") + " --log " + file("log.jsonl")),
+      0)
+      << output_;
+  EXPECT_EQ(digests(), in_memory);
+  EXPECT_NE(output_.find("disk a step"), std::string::npos) << output_;
+  std::ifstream log(file("log.jsonl"));
+  int steps = 0;
+  for (std::string line; std::getline(log, line); ++steps) {
+    const nlohmann::json entry = nlohmann::json::parse(line);
+    EXPECT_GT(entry.at("disk_read_bytes").get<std::int64_t>(), 0);
+    EXPECT_GT(entry.at("disk_written_bytes").get<std::int64_t>(), 0);
+    EXPECT_GT(entry.at("read_seconds").get<double>(), 0.0);
+    EXPECT_GT(entry.at("write_seconds").get<double>(), 0.0);
+    EXPECT_GE(entry.at("wait_seconds").get<double>(), 0.0);
+    EXPECT_GT(entry.at("raw_share").get<double>(), 0.0);
+  }
+  EXPECT_EQ(steps, 5);
+  for (const char* name : {"a", "b"}) EXPECT_TRUE(std::filesystem::is_empty(file(name))) << name;
+}
+
+TEST_F(Program, ThePeakIsThePlan) {
+  ASSERT_EQ(run(small() + " --ranks 2 --steps 1"), 0) << output_;
+  const std::string key = "peak of the engine's arenas on this rank: ";
+  const std::size_t at = output_.find(key);
+  ASSERT_NE(at, std::string::npos) << output_;
+  long long peak = 0;
+  long long planned = 0;
+  ASSERT_EQ(
+      std::sscanf(output_.c_str() + at + key.size(), "%lld bytes, planned %lld", &peak, &planned),
+      2);
+  EXPECT_GT(peak, 0);
+  EXPECT_LE(peak, planned);
+  EXPECT_NE(output_.find("allocated on 2 ranks: equal to the plan"), std::string::npos) << output_;
+}
+
 TEST_F(Program, NoStepsLeaveTheInitialWeights) {
   ASSERT_EQ(run(small() + " --steps 0 --digest --ranks 1"), 0) << output_;
   const std::string one = digests();
@@ -317,7 +380,9 @@ TEST_F(Program, MisuseEndsWithCodeTwoAndAMessage) {
       small() + " --gather-budget 99999999999999999999",
       small() + " --device-budget 1",
       small() + " --log /nowhere/log --ranks 2",
-      small() + " --optimizer-tier nvme",
+      small() + " --optimizer-tier nvme",  // no --nvme-dir
+      small() + " --optimizer-tier nvme --nvme-dir " + file("missing"),
+      small() + " --stage 2 --parameter-tier nvme --nvme-dir " + directory_.string(),
       // Legal numbers, but no machine has the memory: refused instead of killed.
       "--data " + file("text") + " --layers 1024 --width 65536 --heads 1",
       small() + " --batch 1048576 --accumulation 1 --vocab 16777216",

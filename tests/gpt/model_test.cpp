@@ -54,28 +54,51 @@ double forward(gpt::Model& model, const ModelShape& shape, FloatParameters& p,
                const std::vector<std::vector<std::uint8_t>>& rows, double loss_scale = 1.0) {
   std::vector<const std::uint8_t*> starts;
   for (const auto& row : rows) starts.push_back(row.data());
+  const auto piece = [&](std::int64_t k) {
+    return weights<gpt::EmbeddingWeights>(p[static_cast<std::size_t>(k)]);
+  };
   model.start(starts);
-  model.embedding_forward(weights<gpt::EmbeddingWeights>(p[0]));
+  for (std::int64_t k = 0; k < shape.vocab_units; ++k) model.embedding_forward(k, piece(k));
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    model.block_forward(layer, weights<gpt::BlockWeights>(p[static_cast<std::size_t>(layer + 1)]));
+    const auto unit = static_cast<std::size_t>(shape.vocab_units + layer);
+    model.block_forward(layer, weights<gpt::BlockWeights>(p[unit]));
   }
   model.final_norm_forward(weights<gpt::FinalNormWeights>(p.back()));
-  return model.head_forward(weights<gpt::EmbeddingWeights>(p[0]), loss_scale);
+  for (std::int64_t k = 0; k < shape.vocab_units; ++k) model.head_forward(k, piece(k));
+  return model.cross_entropy(loss_scale);
 }
 
 // `beta` counts for a parameter's first use; wte's second use always adds.
 void backward(gpt::Model& model, const ModelShape& shape, FloatParameters& p, FloatParameters& g,
               float beta) {
-  model.head_backward(weights<gpt::EmbeddingWeights>(p[0]),
-                      gradients<gpt::EmbeddingGradients>(g[0]), beta);
+  for (std::int64_t k = shape.vocab_units; k-- > 0;) {
+    model.head_input_backward(k, weights<gpt::EmbeddingWeights>(p[static_cast<std::size_t>(k)]));
+  }
   model.final_norm_backward(weights<gpt::FinalNormWeights>(p.back()),
                             gradients<gpt::FinalNormGradients>(g.back()), beta);
   for (std::int64_t layer = shape.layers; layer-- > 0;) {
-    const auto unit = static_cast<std::size_t>(layer + 1);
+    const auto unit = static_cast<std::size_t>(shape.vocab_units + layer);
     model.block_backward(layer, weights<gpt::BlockWeights>(p[unit]),
                          gradients<gpt::BlockGradients>(g[unit]), beta);
   }
-  model.embedding_backward(gradients<gpt::EmbeddingGradients>(g[0]), 1.0f);
+  for (std::int64_t k = shape.vocab_units; k-- > 0;) {
+    const auto piece = gradients<gpt::EmbeddingGradients>(g[static_cast<std::size_t>(k)]);
+    model.head_weight_backward(k, piece, beta);
+    model.embedding_backward(k, piece, 1.0f);
+  }
+}
+
+// The whole model's tensors as those of a model whose token table is cut into pieces.
+FloatParameters cut(const FloatParameters& whole, const ModelShape& shape) {
+  FloatParameters result;
+  for (std::int64_t k = 0; k < shape.vocab_units; ++k) {
+    const gpt::VocabPiece piece = gpt::vocab_piece(shape, k);
+    const auto first = whole[0][0].begin() + piece.first * shape.width;
+    result.push_back({{first, first + piece.count * shape.width}});
+  }
+  result[0].push_back(whole[0][1]);
+  result.insert(result.end(), whole.begin() + 1, whole.end());
+  return result;
 }
 
 std::vector<std::vector<std::uint8_t>> random_rows(const ModelShape& shape, std::size_t count) {
@@ -185,9 +208,9 @@ TEST_F(ModelTest, EmbeddingBackwardMayOverwrite) {
   FloatParameters g = filled_like(p, 0.0f);
   backward(model, kSmall, p, g, 1.0f);
   FloatParameters overwritten = filled_like(p, std::numeric_limits<float>::quiet_NaN());
-  model.embedding_backward(gradients<gpt::EmbeddingGradients>(overwritten[0]), 0.0f);
+  model.embedding_backward(0, gradients<gpt::EmbeddingGradients>(overwritten[0]), 0.0f);
   FloatParameters added = filled_like(p, 0.0f);
-  model.embedding_backward(gradients<gpt::EmbeddingGradients>(added[0]), 1.0f);
+  model.embedding_backward(0, gradients<gpt::EmbeddingGradients>(added[0]), 1.0f);
   EXPECT_EQ(overwritten[0], added[0]);
 }
 
@@ -228,18 +251,80 @@ TEST_F(ModelTest, BatchesOfDifferentSizesDoNotDisturbEachOther) {
   EXPECT_EQ(g, expected);
 }
 
-TEST_F(ModelTest, ParametersAreThoseOfGpt2) {
-  const ModelShape gpt2{.layers = 12, .heads = 12, .width = 768, .context = 1024, .vocab = 50257};
+// A token table in pieces, down to one row each, is the same model: the lookup is equal, sums over
+// the vocabulary are equal up to rounding.
+TEST_F(ModelTest, PiecesOfTheTokenTableGiveTheSameLossAndGradients) {
+  const FloatParameters p = narrowed(random_parameters(kSmall, 6));
+  const auto rows = random_rows(kSmall, 2);
+  gpt::Model model(kSmall, 2);
+  FloatParameters whole = p;
+  const double loss = forward(model, kSmall, whole, rows);
+  FloatParameters g = filled_like(p, std::numeric_limits<float>::quiet_NaN());
+  backward(model, kSmall, whole, g, 0.0f);
+  for (const std::int64_t pieces : {2, 3, 10, 11}) {
+    ModelShape shape = kSmall;
+    shape.vocab_units = pieces;
+    FloatParameters in_pieces = cut(p, shape);
+    gpt::Model other(shape, 2);
+    EXPECT_NEAR(forward(other, shape, in_pieces, rows), loss, 1e-6 * loss) << pieces;
+    FloatParameters mine = filled_like(in_pieces, std::numeric_limits<float>::quiet_NaN());
+    backward(other, shape, in_pieces, mine, 0.0f);
+    const FloatParameters expected = cut(g, shape);
+    ASSERT_EQ(mine.size(), expected.size());
+    for (std::size_t unit = 0; unit < mine.size(); ++unit) {
+      ASSERT_EQ(mine[unit].size(), expected[unit].size());
+      for (std::size_t index = 0; index < mine[unit].size(); ++index) {
+        float largest = 0.0f;
+        for (const float value : expected[unit][index])
+          largest = std::max(largest, std::abs(value));
+        for (std::size_t i = 0; i < mine[unit][index].size(); ++i) {
+          // As for difference quotients: some 30 units of 2^-24.
+          EXPECT_NEAR(mine[unit][index][i], expected[unit][index][i], 4e-6f * largest + 1e-6f)
+              << pieces << " pieces, unit " << unit << ", parameter " << index;
+        }
+      }
+    }
+  }
+}
+
+std::int64_t count_parameters(const ModelShape& shape) {
   std::int64_t count = 0;
-  for (const gpt::UnitInfo& unit : gpt::unit_list(gpt2)) {
+  for (const gpt::UnitInfo& unit : gpt::unit_list(shape)) {
     for (const gpt::ParameterInfo& info : unit.parameters) {
       std::int64_t elements = 1;
       for (const std::int64_t extent : info.shape) elements *= extent;
       count += elements;
     }
   }
-  EXPECT_EQ(count, 124439808);  // the published size of the smallest GPT-2
-  EXPECT_EQ(gpt::parameter_count(gpt2), count);
+  return count;
+}
+
+TEST_F(ModelTest, ParametersAreThoseOfGpt2) {
+  ModelShape gpt2{.layers = 12, .heads = 12, .width = 768, .context = 1024, .vocab = 50257};
+  EXPECT_EQ(count_parameters(gpt2), 124439808);  // the published size of the smallest GPT-2
+  EXPECT_EQ(gpt::parameter_count(gpt2), 124439808);
+  gpt2.vocab_units = 6;
+  EXPECT_EQ(count_parameters(gpt2), 124439808);
+}
+
+TEST_F(ModelTest, PiecesOfTheTokenTableCoverItOnce) {
+  for (const std::int64_t pieces : {1, 2, 7, 50, 101}) {
+    ModelShape shape{.vocab = 101};
+    shape.vocab_units = pieces;
+    std::int64_t next = 0;
+    for (std::int64_t k = 0; k < pieces; ++k) {
+      const gpt::VocabPiece piece = gpt::vocab_piece(shape, k);
+      EXPECT_EQ(piece.first, next);
+      EXPECT_GT(piece.count, 0);
+      EXPECT_LE(piece.count, (101 + pieces - 1) / pieces);
+      next += piece.count;
+      EXPECT_TRUE(piece.holds(piece.first));
+      EXPECT_TRUE(piece.holds(next - 1));
+      EXPECT_FALSE(piece.holds(next));
+      EXPECT_FALSE(piece.holds(piece.first - 1));
+    }
+    EXPECT_EQ(next, 101);
+  }
 }
 
 }  // namespace

@@ -68,7 +68,12 @@ EngineOptions unusual() {
                      .gradients = Tier::host,
                      .parameters = Tier::nvme,
                      .nvme_dir = "/mnt/a,/mnt/b c",
-                     .optimizer_nvme_bytes = 0};
+                     .optimizer_nvme_bytes = 0,
+                     .io_backend = IoBackendKind::posix,
+                     .io_buffers = 1,
+                     .io_block_bytes = 4096,
+                     .io_depth = 4096,
+                     .io_verify = true};
   options.gather_budget = 12345;
   options.look_ahead = 0;
   options.behind = 7;
@@ -102,13 +107,15 @@ std::size_t count_fields() {
          wire, reduction_group, master, moments, loss_scale, sub_group_bytes, device_budget,
          host_budget, deadline_seconds, threads, inline_queues, test_delay_microseconds,
          poison_slots, log_dir] = options;
-  auto& [optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes] = offload;
+  auto& [optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes, io_backend, io_buffers,
+         io_block_bytes, io_depth, io_verify] = offload;
   const auto count = [](const auto&... fields) { return sizeof...(fields); };
   return count(stage, gather_budget, look_ahead, behind, gradient_mode, accumulation, reduction,
                wire, reduction_group, master, moments, loss_scale, sub_group_bytes, device_budget,
                host_budget, deadline_seconds, threads, inline_queues, test_delay_microseconds,
                poison_slots, log_dir) +
-         count(optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes);
+         count(optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes, io_backend,
+               io_buffers, io_block_bytes, io_depth, io_verify);
 }
 
 TEST(OptionTable, NamesEveryFieldOnceInAllSpellings) {
@@ -134,7 +141,7 @@ TEST(OptionTable, GivesTheDefaultsOfTheStruct) {
     EXPECT_EQ(get_option(EngineOptions{}, info.name), info.default_value) << info.name;
   }
   EXPECT_EQ(get_option(EngineOptions{}, "stage"), "parameters");
-  EXPECT_EQ(get_option(EngineOptions{}, "sub_group_bytes"), "67108864");
+  EXPECT_EQ(get_option(EngineOptions{}, "sub_group_bytes"), "16777216");
   EXPECT_EQ(get_option(EngineOptions{}, "gather_budget"), "");
   EXPECT_EQ(get_option(EngineOptions{}, "loss_scale"), "1");
   EXPECT_EQ(get_option(EngineOptions{}, "deadline_seconds"), "600");
@@ -237,6 +244,9 @@ TEST(OptionValues, EveryNumberIsLegalOrRefusedWithItsRange) {
       {"device_budget", {"0", "1", most, "4294967296", "2147483648", "", "unset"}},
       {"host_budget", {"0", "1", most, "4294967296", "2147483648", "", "unset"}},
       {"sub_group_bytes", {most, "4294967296", "2147483648"}},
+      {"io_buffers", {"1"}},
+      {"io_depth", {"1"}},
+      {"io_block_bytes", {most, "4294967296", "2147483648"}},
       {"look_ahead", {"0", "1"}},
       {"behind", {"0", "1"}},
       {"reduction_group", {"0", "1"}},

@@ -1,0 +1,344 @@
+#include "offload/tiers/store.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <system_error>
+#include <utility>
+
+#include "offload/io/backend.hpp"
+#include "offload/io/driver.hpp"
+#include "offload/io/extent_file.hpp"
+#include "offload/io/failure.hpp"
+#include "offload/io/pages.hpp"
+#include "offload/io/stripe.hpp"
+#include "offload/io/thread.hpp"
+#include "offload/io/verifier.hpp"
+#include "runtime/base/fork.hpp"
+#include "runtime/base/log.hpp"
+#include "runtime/base/quote.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::offload {
+namespace {
+
+static_assert(Verifier::kPage == kAlignment);
+
+constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+constexpr std::int64_t kMostBlock = 1024 * kMiB;  // one piece of registered memory
+/// What is written and read back while the store is made; what lies behind is filled beside the
+/// caller's work.
+constexpr std::int64_t kLeastProbe = 4 * kMiB;
+constexpr std::int64_t kMostProbe = 64 * kMiB;
+constexpr std::int64_t kProbeShare = 16;
+/// Below this the speeds of several directories are not worth measuring.
+constexpr std::int64_t kLeastMeasured = 64 * kMiB;
+constexpr std::int64_t kMeasured = 16 * kMiB;  // of each directory
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void check_options(const StoreOptions& options) {
+  const auto refuse = [](const std::string& what) { throw UsageError("nvme tier: " + what); };
+  if (options.directories.empty()) {
+    refuse("no directory. Set offload.nvme_dir to a directory on the disk that is to be used");
+  }
+  if (options.bytes < 0 || options.bytes % kAlignment != 0) {
+    refuse(
+        fmt::format("a store of {} bytes, which is no multiple of {}", options.bytes, kAlignment));
+  }
+  if (options.block_bytes < 1) refuse(fmt::format("io_block_bytes = {}", options.block_bytes));
+  if (options.depth < 1) refuse(fmt::format("io_depth = {}", options.depth));
+  if (!options.checksums.empty() &&
+      static_cast<std::int64_t>(options.checksums.size()) < verify_words(options.bytes)) {
+    refuse(fmt::format("{} words for checksums, {} are needed", options.checksums.size(),
+                       verify_words(options.bytes)));
+  }
+  for (const std::string& directory : options.directories) check_directory(directory);
+}
+
+/// Bytes a second of writing and reading back, one block at a time.
+double measure(const std::string& directory, int rank) {
+  const ExtentFile file = ExtentFile::make(directory, kMeasured, rank);
+  const Pages pages(kMeasured / 4);
+  const std::span<std::byte> block = pages.bytes();
+  const auto bytes = static_cast<std::int64_t>(block.size());
+  const FileSizeSignalGuard guard;
+  const auto pass = [&](Operation operation) {
+    for (std::int64_t at = 0; at < kMeasured; at += bytes) {
+      const ssize_t moved = operation == Operation::read
+                                ? pread(file.descriptor(), block.data(), block.size(), at)
+                                : pwrite(file.descriptor(), block.data(), block.size(), at);
+      if (moved == bytes) continue;
+      throw IoError(
+          failure_text({.kind = moved < 0 ? IoFailure::Kind::system : IoFailure::Kind::no_progress,
+                        .operation = operation,
+                        .offset = at,
+                        .bytes = bytes,
+                        .error = moved < 0 ? errno : 0},
+                       directory, rank, "measuring its speed", 0));
+    }
+  };
+  pass(Operation::write);
+  const auto start = std::chrono::steady_clock::now();
+  pass(Operation::write);
+  pass(Operation::read);
+  return 2.0 * static_cast<double>(kMeasured) / std::max(seconds_since(start), 1e-9);
+}
+
+StripeMap make_map(const StoreOptions& options, std::int64_t stripe) {
+  std::vector<int> weights(options.directories.size(), 1);
+  if (weights.size() > 1 && options.bytes >= kLeastMeasured) {
+    std::vector<double> speeds;
+    for (const std::string& directory : options.directories) {
+      speeds.push_back(measure(directory, options.rank));
+    }
+    weights = StripeMap::weights_of(speeds);
+  }
+  return {options.bytes, stripe, std::move(weights)};
+}
+
+std::int64_t block_of(const StoreOptions& options) {
+  const std::int64_t most = std::min(options.block_bytes, kMostBlock);
+  return (most + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+std::vector<SpaceWanted> space_of(const StoreOptions& options, const StripeMap& map) {
+  std::vector<SpaceWanted> wanted;
+  for (int i = 0; i < map.files(); ++i) {
+    wanted.push_back({options.directories[static_cast<std::size_t>(i)], map.file_bytes(i)});
+  }
+  return wanted;
+}
+
+/// Everything that a device that never answers may still use.
+struct State {
+  StoreOptions options;
+  std::vector<ExtentFile> files;
+  std::unique_ptr<Verifier> verifier;
+  std::unique_ptr<IoBackend> backend;
+};
+
+/// Never given back, and still reachable.
+void keep_for_ever(std::unique_ptr<State> state) {
+  static std::mutex mutex;
+  static auto* kept = new std::vector<std::unique_ptr<State>>;
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(state));
+}
+
+class DiskStore final : public Store {
+ public:
+  explicit DiskStore(StoreOptions options) : state_(std::make_unique<State>()) {
+    state_->options = std::move(options);
+    try {
+      open();
+      prepare();
+    } catch (...) {
+      end();
+      throw;
+    }
+  }
+  ~DiskStore() override { end(); }
+
+  Ticket read(std::int64_t offset, std::span<std::byte> memory) override {
+    return submit(Operation::read, offset, memory);
+  }
+  Ticket write(std::int64_t offset, std::span<const std::byte> memory) override {
+    // The driver only reads the memory of a write.
+    return submit(Operation::write, offset, {const_cast<std::byte*>(memory.data()), memory.size()});
+  }
+  void wait(Ticket ticket) override {
+    try {
+      io().wait(ticket);
+    } catch (const IoFailed& failed) {
+      fail(failed.failure());
+    }
+  }
+  bool done(Ticket ticket) const override { return state_->backend->poll(ticket); }
+  void settle() noexcept override { io().settle(); }
+
+  StoreTraffic traffic() const override {
+    const BackendTraffic traffic = state_->backend->traffic();
+    return {.read_bytes = traffic.read_bytes,
+            .written_bytes = traffic.written_bytes,
+            .read_seconds = traffic.read_seconds,
+            .write_seconds = traffic.write_seconds};
+  }
+  std::int64_t bytes() const override { return options().bytes; }
+  double raw_read() const override { return raw_read_; }
+  double raw_write() const override { return raw_write_; }
+  std::string backend() const override { return name_; }
+
+ private:
+  [[nodiscard]] const StoreOptions& options() const { return state_->options; }
+  IoBackend& io() { return *state_->backend; }
+
+  void open() {
+    const std::int64_t block = block_of(options());
+    StripeMap map = make_map(options(), block);
+    DriverOptions driver{.backend = options().backend,
+                         .buffers = options().buffers,
+                         .block_bytes = block,
+                         .depth = options().depth,
+                         .rank = options().rank};
+    // Before the files: reserving space that is not there would take what is left from others
+    // first.
+    check_space(space_of(options(), map), options().rank, 1);
+    bool direct = true;
+    for (int i = 0; i < map.files(); ++i) {
+      const std::string& directory = options().directories[static_cast<std::size_t>(i)];
+      state_->files.push_back(ExtentFile::make(directory, map.file_bytes(i), options().rank));
+      const ExtentFile& file = state_->files.back();
+      driver.files.push_back(file.descriptor());
+      direct = direct && file.direct();
+      if (!file.direct()) say_buffered(file);
+    }
+    ChosenDriver chosen = make_driver(driver);
+    name_ = chosen.driver->name() + (direct ? "" : ", page cache");
+    state_->backend =
+        std::make_unique<IoBackend>(std::move(chosen.driver), std::move(map),
+                                    BackendOptions{.block_bytes = chosen.block_bytes,
+                                                   .deadline_seconds = options().deadline_seconds});
+  }
+
+  void say_buffered(const ExtentFile& file) const {
+    static std::atomic_flag said;
+    if (said.test_and_set()) return;
+    base::log_warning(base::Topic::offload, options().rank,
+                      "I/O in {} goes through the page cache, which takes memory and time: {}",
+                      base::quoted(file.directory()), file.refusal());
+  }
+
+  /// Writes the first zeros, reads them back, and leaves the rest to the backend.
+  void prepare() {
+    const std::int64_t bytes = options().bytes;
+    if (bytes > 0) {
+      const bool reserved = std::all_of(state_->files.begin(), state_->files.end(),
+                                        [](const ExtentFile& file) { return file.reserved(); });
+      const std::int64_t probe = std::min(
+          bytes,
+          std::clamp(bytes / kProbeShare / kAlignment * kAlignment, kLeastProbe, kMostProbe));
+      const std::int64_t block = std::min(io().block_bytes(), probe);
+      Pages zeros(block);
+      const Pages back(block);
+      raw_write_ = pass(Operation::write, probe, zeros.bytes());
+      // Fresh extents are slower than those that are overwritten, which is what steps do.
+      if (bytes > kLeastProbe) raw_write_ = pass(Operation::write, probe, zeros.bytes());
+      raw_read_ = pass(Operation::read, probe, back.bytes());
+      io().fill(probe, std::move(zeros));
+      // Nothing is set aside there: a full disk has to show now, not in the middle of training.
+      if (!reserved && probe < bytes) {
+        run({{Operation::read, bytes - kAlignment, kAlignment, back.bytes().data()}});
+      }
+    }
+    io().clear_traffic();
+    if (options().checksums.empty()) return;
+    state_->verifier = std::make_unique<Verifier>(
+        options().checksums.first(static_cast<std::size_t>(verify_words(bytes))));
+    io().set_verifier(state_->verifier.get());
+  }
+
+  /// Bytes a second of one pass over the first `bytes`, every block in the same memory.
+  double pass(Operation operation, std::int64_t bytes, std::span<std::byte> memory) {
+    std::vector<IoRequest> requests;
+    const std::int64_t block = io().block_bytes();
+    for (std::int64_t at = 0; at < bytes; at += block) {
+      requests.push_back({operation, at, std::min(block, bytes - at), memory.data()});
+    }
+    const auto start = std::chrono::steady_clock::now();
+    run(requests);
+    return static_cast<double>(bytes) / std::max(seconds_since(start), 1e-9);
+  }
+
+  void run(const std::vector<IoRequest>& requests) {
+    try {
+      io().wait(io().submit(requests));
+    } catch (const IoFailed& failed) {
+      IoFailure failure = failed.failure();
+      failure.filling = failure.operation == Operation::write;
+      fail(failure);
+    }
+  }
+
+  Ticket submit(Operation operation, std::int64_t offset, std::span<std::byte> memory) {
+    const auto bytes = static_cast<std::int64_t>(memory.size());
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    if (offset < 0 || offset % kAlignment != 0 || bytes % kAlignment != 0 ||
+        address % static_cast<std::uintptr_t>(kAlignment) != 0 || bytes > options().bytes ||
+        offset > options().bytes - bytes) {
+      throw UsageError(fmt::format(
+          "nvme tier: {} of {} bytes at offset {} of {}, memory at {}: all are multiples of {}",
+          operation == Operation::read ? "read" : "write", bytes, offset, options().bytes,
+          fmt::ptr(memory.data()), kAlignment));
+    }
+    if (bytes == 0) return 0;
+    const IoRequest request{operation, offset, bytes, memory.data()};
+    try {
+      return io().submit({&request, 1});
+    } catch (const IoFailed& failed) {
+      fail(failed.failure());
+    }
+  }
+
+  [[noreturn]] void fail(const IoFailure& failure) const {
+    const std::string what = options().describe ? options().describe(failure.offset) : "";
+    throw IoError(failure_text(failure,
+                               state_->files[static_cast<std::size_t>(failure.file)].directory(),
+                               options().rank, what, options().deadline_seconds));
+  }
+
+  void end() noexcept {
+    if (state_ == nullptr) return;
+    if (!mark_.here()) {
+      // A forked child: the thread is the parent's.
+      static_cast<void>(state_.release());
+      return;
+    }
+    if (state_->backend == nullptr || state_->backend->stop()) return;
+    base::log_error(base::Topic::offload, options().rank,
+                    "transfers in {} have not ended within {} s; their memory and files are kept, "
+                    "since the device may still use them",
+                    base::quoted(options().directories.front()), options().deadline_seconds);
+    keep_for_ever(std::move(state_));
+  }
+
+  const base::ProcessMark mark_;
+  std::unique_ptr<State> state_;
+  std::string name_;
+  double raw_read_ = 0.0;
+  double raw_write_ = 0.0;
+};
+
+}  // namespace
+
+void Store::check(const StoreOptions& options) {
+  check_options(options);
+  // Speeds are not known here: equal shares.
+  const StripeMap map(options.bytes, block_of(options),
+                      std::vector<int>(options.directories.size(), 1));
+  check_space(space_of(options, map), options.rank, std::max(1, options.ranks_here));
+}
+
+std::unique_ptr<Store> Store::make(StoreOptions options) {
+  check_options(options);
+  const int rank = options.rank;
+  try {
+    return std::make_unique<DiskStore>(std::move(options));
+  } catch (const std::system_error& error) {
+    throw IoError(
+        fmt::format("cannot start the threads of the nvme tier: {} (rank {}). Raise the "
+                    "limit of processes (ulimit -u), or take io_backend = io_uring",
+                    error.what(), rank));
+  }
+}
+
+}  // namespace zshard::offload
