@@ -190,7 +190,8 @@ struct StepReport {
   double write_seconds = 0.0;  ///< likewise; reads and writes overlap
   double wait_seconds = 0.0;   ///< for which the update waited for the disk
   /// Share of the raw device reached while the step updated: the time that its bytes take at the
-  /// speeds measured at the engine's construction, over the time of the update. 0 without disk.
+  /// best speeds seen, at the engine's construction or since, over the time of the update. 0
+  /// without disk.
   double raw_share = 0.0;
 };
 

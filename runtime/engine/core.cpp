@@ -227,6 +227,8 @@ void Core::make_store() {
   options.checksums = {reinterpret_cast<std::uint64_t*>(storage_->staging(rank_, map.checksums)),
                        static_cast<std::size_t>(map.checksum_bytes / 8)};
   store_ = offload::Store::make(std::move(options));
+  raw_read_ = store_->raw_read();
+  raw_write_ = store_->raw_write();
   stream_ = std::make_unique<StateStream>(map, *storage_, *store_, rank_);
   windows_ = std::make_unique<DiskWindows>(map, *storage_, *store_, rank_);
   streamed_.reserve(map.groups.size());

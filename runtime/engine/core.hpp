@@ -270,6 +270,9 @@ class Core final : private CursorSink {
   float interrupted_factor_ = 0.0f;
   double update_seconds_ = 0.0;
   double raw_share_ = 0.0;  // of the present step
+  // Bytes a second: what the device was seen to reach, in the probe at construction or since.
+  double raw_read_ = 0.0;
+  double raw_write_ = 0.0;
   struct Totals {
     std::int64_t gathered = 0;
     std::int64_t reduced = 0;

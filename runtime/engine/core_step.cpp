@@ -292,12 +292,16 @@ void Core::update_all(float factor) {
   });
   if (store_ != nullptr) {
     const offload::StoreTraffic after = store_->traffic();
-    const double raw =
-        static_cast<double>(after.read_bytes - before.read_bytes) / store_->raw_read() +
-        static_cast<double>(after.written_bytes - before.written_bytes) / store_->raw_write();
+    const auto read = static_cast<double>(after.read_bytes - before.read_bytes);
+    const auto written = static_cast<double>(after.written_bytes - before.written_bytes);
     const double spent =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    raw_share_ = spent > 0 ? raw / spent : 0.0;
+    if (spent > 0) raw_share_ = (read / raw_read_ + written / raw_write_) / spent;
+    if (raw_share_ > 1.0) {  // the probe shared the device with other ranks, this step did not
+      raw_read_ *= raw_share_;
+      raw_write_ *= raw_share_;
+      raw_share_ = 1.0;
+    }
   }
   if (cause == nullptr) {
     if (interrupted_ != nullptr) std::rethrow_exception(interrupted_);
