@@ -16,6 +16,9 @@ void futex_wake(const std::atomic<std::uint32_t>& word);
 /// that compute.
 inline constexpr std::int64_t kSpinMicroseconds = 50;
 
+/// How often a sleeper looks at other conditions.
+inline constexpr std::int64_t kSliceMicroseconds = 20'000;
+
 /// A word that grows, and its sleepers. Zero-initialised memory is a valid counter: it may lie in
 /// shared memory.
 class Counter {
@@ -31,8 +34,8 @@ class Counter {
   }
   /// Wakes sleepers without a change, so that they look at other conditions.
   void nudge() { futex_wake(value_); }
-  /// Spins, then sleeps in slices of at most 20 ms, until reached(target) or until poll() returns
-  /// true (asked once a slice). Returns reached(target).
+  /// Spins, then sleeps in slices of at most kSliceMicroseconds, until reached(target) or until
+  /// poll() returns true (asked once a slice). Returns reached(target).
   template <class Poll>
   bool wait(std::uint32_t target, Poll&& poll);
 
@@ -50,7 +53,7 @@ bool Counter::wait(std::uint32_t target, Poll&& poll) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
     const bool done = static_cast<std::int32_t>(seen - target) >= 0;
-    if (!done) futex_wait(value_, seen, 20'000);
+    if (!done) futex_wait(value_, seen, kSliceMicroseconds);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     if (reached(target)) return true;
   }

@@ -84,7 +84,9 @@ class ThreadStream final : public Stream {
   void work() {
     std::uint32_t seen = 0;
     while (true) {
-      while (!wakes_.wait(seen + 1, [this] { return stop_.load(); }) && !stop_.load()) {
+      // Tasks that nobody has kicked are begun at the next look.
+      const auto look = [this] { return stop_.load() || completed_.load() < submitted_.load(); };
+      while (!wakes_.wait(seen + 1, look) && !look()) {
       }
       if (stop_.load()) return;
       seen = wakes_.value();  // before the tasks: a later wake is for later ones

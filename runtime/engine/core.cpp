@@ -210,7 +210,9 @@ offload::StoreOptions Core::store_options() const {
   options.bytes = map.store_bytes;
   options.rank = rank_;
   options.ranks_here = group_->ranks_here();
-  options.deadline_seconds = blueprint_.options.deadline_seconds;
+  // Peers give up a rank that waits for its disk for as long as a collective may take: it has to
+  // say earlier what is wrong.
+  options.deadline_seconds = blueprint_.options.deadline_seconds / 2;
   options.describe = [this](std::int64_t offset) {
     return blueprint_.tiers.describe(*blueprint_.layout, offset);
   };
@@ -401,6 +403,7 @@ void Core::begin_micro_steps(int n) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   guarded([&] { cursor_->micro_steps(n); });
+  if (windows_ != nullptr) windows_->forget();  // reductions may write accumulators
 }
 
 void Core::begin_evaluation_passes(int n) {

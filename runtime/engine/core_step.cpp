@@ -142,6 +142,7 @@ StepReport Core::step(const StepOptions& options) {
   report.step = cursor_->step_count();
   resolve(options, &report.lr);
   arguments_ = hash_arguments(unscale, options);
+  if (windows_ != nullptr) windows_->forget();
   guarded([&] { cursor_->begin_step(); });  // before the vote nothing has changed
 
   const Vote& vote = plane_->vote();
@@ -278,18 +279,21 @@ void Core::update_all(float factor) {
     }
     with_peers([&] { plane_->drain(); });
   }
+  const auto check_peers = [&] {
+    if (endpoint_->failed()) throw CommError(endpoint_->failure());
+  };
   if (stream_ != nullptr) {
     from_disk([&] { stream_->finish(); });
     with_peers([&] {
       plane_->drain();
+      check_peers();
       interrupted_ = agree_on_disks(comm::Operation::step,
                                     static_cast<std::uint64_t>(cursor_->step_count()) * 2, disk);
     });
   }
-  // A failure that came too late to stop a gather of this step still ends it.
-  with_peers([&] {
-    if (endpoint_->failed()) throw CommError(endpoint_->failure());
-  });
+  // A failure that came too late to stop a gather of this step still ends it. A peer that gives an
+  // interrupted step up at once does not hide the interruption.
+  if (interrupted_ == nullptr) with_peers(check_peers);
   if (store_ != nullptr) {
     const offload::StoreTraffic after = store_->traffic();
     const auto read = static_cast<double>(after.read_bytes - before.read_bytes);

@@ -83,4 +83,8 @@ void DiskWindows::flush() {
   for (int w = 0; w < kWindows; ++w) put_back(w);
 }
 
+void DiskWindows::forget() {
+  for (Window& window : windows_) window = Window{};
+}
+
 }  // namespace zshard::engine

@@ -27,6 +27,8 @@ class DiskWindows {
   [[nodiscard]] const std::byte* shown(int r, std::int64_t offset) const;
   /// Writes what was changed, and forgets all. Throws IoError.
   void flush();
+  /// Before something else writes to the store; nothing may have been changed since flush().
+  void forget();
 
  private:
   struct Window {

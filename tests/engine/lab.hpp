@@ -26,7 +26,7 @@ namespace zshard::lab {
 /// A directory for the nvme tier, removed at the end of the process.
 inline const std::string& nvme_directory() {
   static const struct Directory {
-    std::string path = (std::filesystem::temp_directory_path() / "zshard-test-XXXXXX").string();
+    std::string path = (std::filesystem::temp_directory_path() / "nvme-of-tests-XXXXXX").string();
     Directory() {
       if (mkdtemp(path.data()) == nullptr) throw Error("cannot make " + path);
     }
