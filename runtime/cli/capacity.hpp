@@ -1,0 +1,30 @@
+// What one machine offers to its ranks, and whether a plan fits it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "zshard/memory_plan.hpp"
+#include "zshard/options.hpp"
+
+namespace zshard::cli {
+
+/// a * b, at most the largest number.
+std::int64_t capped_product(std::int64_t a, std::int64_t b);
+
+/// Bytes of the nvme tier of one rank.
+std::int64_t disk_bytes(const MemoryPlan& plan);
+
+struct Capacity {
+  std::int64_t memory = -1;  // bytes for all ranks here; -1: not known, not checked
+  std::int64_t disk = -1;    // likewise
+  int ranks = 1;             // here
+
+  /// Why the plan of one rank does not fit, with the numbers; empty if it does. Device and host
+  /// tier are both main memory: ranks are host ranks.
+  [[nodiscard]] std::vector<std::string> lacks(const MemoryPlan& plan,
+                                               const EngineOptions& options) const;
+};
+
+}  // namespace zshard::cli
