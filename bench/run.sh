@@ -2,26 +2,29 @@
 # Builds the benchmarks and prints one table: what zshard does, the limit measured beside it in the
 # same run, their ratio, and the target. Ratios count; absolute figures of a shared machine do not.
 #
-#   bash bench/run.sh [--kernels] [--collectives] [--step] [--overhead] [--quick]
-#                     [--filter REGEX] [--build DIR] [--out DIR]
+#   bash bench/run.sh [--kernels] [--collectives] [--io] [--step] [--overhead] [--quick]
+#                     [--filter REGEX] [--build DIR] [--out DIR] [--nvme-dir DIR]
 #
-# Without a choice of rows all are measured, which takes about ten minutes; --quick shows in one
-# that everything runs. JSON of each program lies in --out (default: DIR/bench). Peers' figures are
-# those of perf.md, measured on this class of machine with the scripts that it names.
+# Without a choice of rows all are measured, which takes about twenty minutes; --quick shows in two
+# that everything runs. JSON of each program lies in --out (default: bench in --build). --nvme-dir
+# is on the disk that --io measures (default: bench in --build) and has 8 GB free; nothing stays
+# there. Peers' figures are those of perf.md, measured on this class of machine with the scripts
+# that it names.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
-  sed -n '2,11s/^# \{0,1\}//p' bench/run.sh
+  sed -n '2,13s/^# \{0,1\}//p' bench/run.sh
 }
 
 programs=()
 options=()
 build=build/release
 out=
+nvme_dir=
 while [ $# -gt 0 ]; do
   case "$1" in
-    --kernels | --collectives | --step | --overhead)
+    --kernels | --collectives | --io | --step | --overhead)
       programs+=("${1#--}")
       shift
       ;;
@@ -29,7 +32,7 @@ while [ $# -gt 0 ]; do
       options+=(--quick)
       shift
       ;;
-    --filter | --build | --out)
+    --filter | --build | --out | --nvme-dir)
       if [ $# -lt 2 ]; then
         echo "run.sh: $1 needs a value" >&2
         exit 2
@@ -38,6 +41,7 @@ while [ $# -gt 0 ]; do
         --filter) options+=("--benchmark_filter=$2") ;;
         --build) build=$2 ;;
         --out) out=$2 ;;
+        --nvme-dir) nvme_dir=$2 ;;
       esac
       shift 2
       ;;
@@ -52,9 +56,10 @@ while [ $# -gt 0 ]; do
       ;;
   esac
 done
-[ ${#programs[@]} -gt 0 ] || programs=(kernels collectives overhead step)
+[ ${#programs[@]} -gt 0 ] || programs=(kernels collectives overhead io step)
 out=${out:-$build/bench}
-mkdir -p "$build" "$out"
+nvme_dir=${nvme_dir:-$build/bench}
+mkdir -p "$build" "$out" "$nvme_dir"
 
 targets=(bench_table)
 for program in "${programs[@]}"; do targets+=("bench_$program"); done
@@ -77,7 +82,9 @@ for program in "${programs[@]}"; do
   echo "== $program"
   file="$out/$program.json"
   rm -f "$file"
-  timeout 1200 "$build/bin/bench_$program" "${options[@]}" \
+  more=()
+  [ "$program" != io ] || more=(--nvme-dir "$nvme_dir")
+  timeout 1200 "$build/bin/bench_$program" "${options[@]}" "${more[@]}" \
     --benchmark_out="$file" --benchmark_out_format=json || failed=1
   [ ! -s "$file" ] || files+=("$file")
 done

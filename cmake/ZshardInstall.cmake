@@ -19,5 +19,9 @@ install(FILES "${PROJECT_BINARY_DIR}/zshardConfig.cmake"
 # Relative to the .pc file, so that an installed tree can be moved.
 file(RELATIVE_PATH zshard_pc_prefix "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
 string(REGEX REPLACE "/$" "" zshard_pc_prefix "${zshard_pc_prefix}")
+set(zshard_pc_requires "spdlog fmt libxxhash")
+if(ZSHARD_HAS_IO_URING)
+  string(APPEND zshard_pc_requires " liburing")
+endif()
 configure_file("${PROJECT_SOURCE_DIR}/cmake/zshard.pc.in" "${PROJECT_BINARY_DIR}/zshard.pc" @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/zshard.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")

@@ -183,13 +183,13 @@ fi
 if [ $quick = 1 ]; then
   fuzz release 20
 else
-  fuzz release 180
+  fuzz release 120
   build asan all
   mapfile -t names < <(binaries asan)
   [ ${#names[@]} -eq 0 ] || run_binaries 2400 asan "${names[@]}"
-  fuzz asan 60
+  fuzz asan 40
   # The thread sanitizer sees only what threads do: the binaries that run ranks.
-  mapfile -t names < <(binaries release | grep -E '^test_(engine|process)$')
+  mapfile -t names < <(binaries release | grep -E '^test_(engine|process|offload)$')
   [ ${#names[@]} -gt 0 ] || mapfile -t names < <(binaries release | head -n 1)
   if [ ${#names[@]} -gt 0 ]; then
     build tsan "${names[@]}"

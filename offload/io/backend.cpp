@@ -15,6 +15,7 @@ constexpr std::int64_t kAligned = 4096;
 constexpr int kMostTries = 40;
 constexpr int kTriesAtOnce = 4;
 constexpr std::int64_t kLongestPause = 10'000'000;  // nanoseconds
+constexpr std::int64_t kLateness = 500'000'000;     // nanoseconds
 constexpr int kTurns = 3;
 constexpr int kZerosTurn = 2;
 
@@ -233,12 +234,20 @@ bool IoBackend::stop() noexcept {
 
 template <class Ready>
 bool IoBackend::wait_for(Ready&& ready, const Batch* batch) {
+  std::int64_t late_since = 0;
   while (!ready()) {
     const std::uint32_t seen = finished_.value();
     if (ready()) return true;
     bool late = false;
     finished_.wait(seen + 1, [&] {
-      late = batch != nullptr ? hung(*batch) : hung();
+      if (!(batch != nullptr ? hung(*batch) : hung())) {
+        late_since = 0;
+        return false;
+      }
+      // After the whole process was stopped the answers are there, and the thread needs a moment.
+      const std::int64_t at = now();
+      if (late_since == 0) late_since = at;
+      late = at - late_since >= std::min(deadline_, kLateness);
       return late;
     });
     if (late && !ready()) return false;

@@ -84,8 +84,10 @@ class IoBackend {
   [[nodiscard]] std::int64_t block_bytes() const { return block_bytes_; }
 
   /// Ends everything: waits for what is under way. False if that does not end within the
-  /// deadline: then this object and the memory of its transfers must never be freed.
+  /// deadline: then this object and the memory of its transfers must stay until ended().
   bool stop() noexcept;
+  /// Nothing is under way any more, and nothing can be started: after stop().
+  [[nodiscard]] bool ended() const { return ended_.load(); }
 
  private:
   static constexpr std::size_t kBatches = 256;

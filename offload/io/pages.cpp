@@ -14,18 +14,20 @@ namespace zshard::offload {
 Pages::Pages(std::int64_t bytes) {
   constexpr std::size_t kSmall = 4096;
   constexpr std::size_t kHuge = std::size_t{2} << 20;
+  constexpr std::size_t kLarge = std::size_t{1} << 20;  // from here on
   const auto wanted = static_cast<std::size_t>(bytes);
-  const std::size_t unit = wanted >= kHuge ? kHuge : kSmall;
-  size_ = (wanted + unit - 1) / unit * unit;
+  const std::size_t unit = wanted >= kLarge ? kHuge : kSmall;
+  size_ = (wanted + kSmall - 1) / kSmall * kSmall;
   if (size_ == 0) return;
-  mapped_ = size_ + (unit == kHuge ? kHuge : 0);
+  const std::size_t whole = (size_ + unit - 1) / unit * unit;
+  mapped_ = whole + (unit == kHuge ? kHuge : 0);
   mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping_ == MAP_FAILED) {
     throw OutOfMemory(fmt::format("{} bytes of I/O memory: {}", mapped_, std::strerror(errno)));
   }
   const auto address = reinterpret_cast<std::uintptr_t>(mapping_);
   data_ = static_cast<std::byte*>(mapping_) + ((unit - address % unit) % unit);
-  if (unit == kHuge) madvise(data_, size_, MADV_HUGEPAGE);
+  if (unit == kHuge) madvise(data_, whole, MADV_HUGEPAGE);
   // Present before the first transfer; a shared zero page would be read otherwise.
   for (std::size_t at = 0; at < size_; at += kSmall) {
     *static_cast<volatile std::byte*>(data_ + at) = std::byte{0};

@@ -7,11 +7,11 @@
 
 namespace zshard::offload {
 
-/// Zero-filled pages, in huge pages from 2 MiB on where the system gives them. Move only.
+/// Zero-filled pages, in huge pages from 1 MiB on where the system gives them. Move only.
 class Pages {
  public:
   Pages() = default;
-  /// Throws OutOfMemory. bytes: rounded up to whole pages.
+  /// Throws OutOfMemory. bytes: rounded up to 4096.
   explicit Pages(std::int64_t bytes);
   Pages(Pages&& other) noexcept;
   Pages& operator=(Pages&& other) noexcept;

@@ -38,6 +38,7 @@ constexpr std::int64_t kMostBlock = 1024 * kMiB;  // one piece of registered mem
 constexpr std::int64_t kLeastProbe = 4 * kMiB;
 constexpr std::int64_t kMostProbe = 64 * kMiB;
 constexpr std::int64_t kProbeShare = 16;
+constexpr std::int64_t kMostReadBack = 32 * kMiB;  // memory for it
 /// Below this the speeds of several directories are not worth measuring.
 constexpr std::int64_t kLeastMeasured = 64 * kMiB;
 constexpr std::int64_t kMeasured = 16 * kMiB;  // of each directory
@@ -124,15 +125,33 @@ struct State {
   StoreOptions options;
   std::vector<ExtentFile> files;
   std::unique_ptr<Verifier> verifier;
+  Pages zeros;  // of prepare()
+  Pages back;
   std::unique_ptr<IoBackend> backend;
 };
 
-/// Never given back, and still reachable.
-void keep_for_ever(std::unique_ptr<State> state) {
-  static std::mutex mutex;
-  static auto* kept = new std::vector<std::unique_ptr<State>>;
-  const std::lock_guard lock(mutex);
-  kept->push_back(std::move(state));
+/// What a device still uses after its store is gone.
+class Remains {
+ public:
+  void keep(std::unique_ptr<State> state) {
+    const std::lock_guard lock(mutex_);
+    states_.push_back(std::move(state));
+  }
+  /// Gives back what has been answered in the meantime.
+  void sweep() {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(states_, [](const auto& state) { return state->backend->ended(); });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<State>> states_;
+};
+
+/// Outlives all static objects: a device may answer after main().
+Remains& remains() {
+  static auto* const instance = new Remains;
+  return *instance;
 }
 
 class DiskStore final : public Store {
@@ -228,8 +247,11 @@ class DiskStore final : public Store {
           bytes,
           std::clamp(bytes / kProbeShare / kAlignment * kAlignment, kLeastProbe, kMostProbe));
       const std::int64_t block = std::min(io().block_bytes(), probe);
-      Pages zeros(block);
-      const Pages back(block);
+      Pages& zeros = state_->zeros = Pages(block);
+      // As much as is in flight, so that no two reads have the same memory.
+      const std::int64_t places =
+          std::clamp(kMostReadBack / block, std::int64_t{1}, std::int64_t{options().depth});
+      Pages& back = state_->back = Pages(std::min(places * block, probe));
       raw_write_ = pass(Operation::write, probe, zeros.bytes());
       // Fresh extents are slower than those that are overwritten, which is what steps do.
       if (bytes > kLeastProbe) raw_write_ = pass(Operation::write, probe, zeros.bytes());
@@ -237,8 +259,10 @@ class DiskStore final : public Store {
       io().fill(probe, std::move(zeros));
       // Nothing is set aside there: a full disk has to show now, not in the middle of training.
       if (!reserved && probe < bytes) {
-        run({{Operation::read, bytes - kAlignment, kAlignment, back.bytes().data()}});
+        const IoRequest last{Operation::read, bytes - kAlignment, kAlignment, back.bytes().data()};
+        run(io().submit({&last, 1}));
       }
+      back = Pages();
     }
     io().clear_traffic();
     if (options().checksums.empty()) return;
@@ -247,21 +271,30 @@ class DiskStore final : public Store {
     io().set_verifier(state_->verifier.get());
   }
 
-  /// Bytes a second of one pass over the first `bytes`, every block in the same memory.
+  /// Bytes a second of one pass over the first `bytes`, its blocks in turn in the blocks of
+  /// `memory`; writes may have one for all.
   double pass(Operation operation, std::int64_t bytes, std::span<std::byte> memory) {
-    std::vector<IoRequest> requests;
-    const std::int64_t block = io().block_bytes();
-    for (std::int64_t at = 0; at < bytes; at += block) {
-      requests.push_back({operation, at, std::min(block, bytes - at), memory.data()});
-    }
+    const std::int64_t block = std::min(io().block_bytes(), bytes);
+    const auto places = static_cast<std::int64_t>(memory.size()) / block;
+    const std::int64_t in_flight =
+        operation == Operation::read ? places : std::int64_t{options().depth};
+    std::vector<Ticket> tickets(static_cast<std::size_t>(in_flight), 0);
     const auto start = std::chrono::steady_clock::now();
-    run(requests);
+    for (std::int64_t at = 0, i = 0; at < bytes; at += block, ++i) {
+      Ticket& ticket = tickets[static_cast<std::size_t>(i % in_flight)];
+      run(std::exchange(ticket, 0));
+      const IoRequest request{operation, at, std::min(block, bytes - at),
+                              memory.data() + i % places * block};
+      ticket = io().submit({&request, 1});
+    }
+    for (Ticket& ticket : tickets) run(std::exchange(ticket, 0));
     return static_cast<double>(bytes) / std::max(seconds_since(start), 1e-9);
   }
 
-  void run(const std::vector<IoRequest>& requests) {
+  /// Waits for a part of prepare().
+  void run(Ticket ticket) {
     try {
-      io().wait(io().submit(requests));
+      io().wait(ticket);
     } catch (const IoFailed& failed) {
       IoFailure failure = failed.failure();
       failure.filling = failure.operation == Operation::write;
@@ -304,11 +337,12 @@ class DiskStore final : public Store {
       return;
     }
     if (state_->backend == nullptr || state_->backend->stop()) return;
-    base::log_error(base::Topic::offload, options().rank,
-                    "transfers in {} have not ended within {} s; their memory and files are kept, "
-                    "since the device may still use them",
-                    base::quoted(options().directories.front()), options().deadline_seconds);
-    keep_for_ever(std::move(state_));
+    base::log_error(
+        base::Topic::offload, options().rank,
+        "transfers in {} have not ended within {} s; their memory and files are kept as "
+        "long as the device may use them",
+        base::quoted(options().directories.front()), options().deadline_seconds);
+    remains().keep(std::move(state_));
   }
 
   const base::ProcessMark mark_;
@@ -331,6 +365,7 @@ void Store::check(const StoreOptions& options) {
 std::unique_ptr<Store> Store::make(StoreOptions options) {
   check_options(options);
   const int rank = options.rank;
+  remains().sweep();
   try {
     return std::make_unique<DiskStore>(std::move(options));
   } catch (const std::system_error& error) {

@@ -34,7 +34,7 @@ struct StoreOptions {
   std::span<std::byte> buffers;  // memory of most transfers, to be registered; kAlignment
   /// Where the checksums are kept; empty: no verification. verify_words(bytes) elements.
   std::span<std::uint64_t> checksums;
-  /// Owns the memory of transfers: kept for ever where a device never answers, since it may still
+  /// Owns the memory of transfers: kept where a device does not answer, as long as it may still
   /// write there. May be null.
   std::shared_ptr<const void> owner;
 };

@@ -20,6 +20,7 @@
 #include "runtime/comm/group.hpp"
 #include "runtime/memory/arena.hpp"
 #include "runtime/shard/layout.hpp"
+#include "tests/engine/cases.hpp"
 #include "tests/engine/lab.hpp"
 #include "tests/engine/outcomes.hpp"
 
@@ -796,6 +797,18 @@ std::vector<std::pair<std::string, EngineOptions>> memory_options(const ModelSpe
     o.gather_budget = minimum_gather_budget(spec, world);
     o.behind = 0;
     if (stage == 3) o.offload.parameters = Tier::host;
+  });
+  add("optimizer on nvme", [](EngineOptions& o) {
+    lab::set_tiers(o, lab::kOptimizerNvme);
+    o.deadline_seconds = 60;  // of disks that others use
+  });
+  add("all on nvme, verified", [&](EngineOptions& o) {
+    lab::set_tiers(o, lab::kAllNvme);
+    o.sub_group_bytes = 4096;
+    o.offload.io_buffers = 2;
+    o.offload.io_verify = true;
+    o.deadline_seconds = 60;
+    o.gather_budget = minimum_gather_budget(spec, world);
   });
   add("behind 2, overwrite, inline", [](EngineOptions& o) {
     o.behind = 2;
