@@ -66,9 +66,11 @@ class ThreadStream final : public Stream {
     const auto low = static_cast<std::uint32_t>(count);
     while (completed_.load(std::memory_order_acquire) < count && !failed_.load()) {
       // What the worker has not begun is done here: waking it would take longer.
-      if (const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn.owns_lock()) {
+      if (std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn.owns_lock()) {
         while (completed_.load() < count && run_next()) {
         }
+        turn.unlock();
+        if (declined_.exchange(false)) kick();  // what is left is the worker's
         continue;
       }
       kick();  // who has the turn may have taken its last look at the queue before the submit
@@ -84,13 +86,15 @@ class ThreadStream final : public Stream {
   void work() {
     std::uint32_t seen = 0;
     while (true) {
-      // Tasks that nobody has kicked are begun at the next look.
-      const auto look = [this] { return stop_.load() || completed_.load() < submitted_.load(); };
-      while (!wakes_.wait(seen + 1, look) && !look()) {
+      while (!wakes_.wait(seen + 1, [this] { return stop_.load(); }) && !stop_.load()) {
       }
       if (stop_.load()) return;
       seen = wakes_.value();  // before the tasks: a later wake is for later ones
-      const std::lock_guard<std::mutex> turn(turn_);
+      // Not waiting for the turn: who has it says when there is something left to do.
+      declined_.store(true);
+      const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+      if (!turn.owns_lock()) continue;
+      declined_.store(false);
       while (!stop_.load() && run_next()) {
       }
     }
@@ -132,6 +136,7 @@ class ThreadStream final : public Stream {
   base::Counter wakes_;
   std::mutex turn_;  // of the thread that runs tasks: the worker, or one that waits
   base::Counter completes_;
+  std::atomic<bool> declined_{false};  // the worker was woken while another thread had the turn
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
   std::exception_ptr failure_;  // written before failed_, read after it

@@ -27,7 +27,7 @@ class Stream {
   /// Appends a task. Blocks only while the queue is full (`capacity` of make_*).
   virtual void submit(const Task& task) = 0;
   /// Says that the caller goes on without waiting: what it has submitted runs beside it from now
-  /// on. Without it, it starts at the next wait(), or beside the caller after a few milliseconds.
+  /// on.
   virtual void kick() = 0;
   /// Returns once the first `count` tasks are complete. Everything they wrote is visible
   /// afterwards. Throws the first task's error that stopped the stream.

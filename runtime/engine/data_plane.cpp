@@ -36,8 +36,6 @@ class Timer {
 };
 
 constexpr int kMostRanks = 1024;  // of a group
-// Copying less takes about as long as waking a thread that does it.
-constexpr std::int64_t kWorthWaking = 256 << 10;
 
 constexpr std::uint64_t field(std::uint64_t value, int shift) {
   return value << shift;
@@ -137,11 +135,7 @@ void DataPlane::append(Queue queue, const Signature& signature, const Work& work
                        std::int64_t bytes) {
   endpoint_.publish(signature.sequence, pack(signature, bytes));
   Lane& lane = queue == Queue::gather ? gather_ : reduce_;
-  if (2 * (lane.count - lane.stream->completed()) >= lane.ring.size()) {  // submit may wait
-    kick(gather_);
-    kick(reduce_);
-  }
-  lane.bytes += bytes;
+  if (2 * (lane.count - lane.stream->completed()) >= lane.ring.size()) kick();  // submit may wait
   const std::uint64_t index = lane.count++ % lane.ring.size();
   lane.ring[index] = work;
   lane.stream->submit({queue == Queue::gather ? &run_gather : &run_reduce, this, index});
@@ -177,7 +171,7 @@ void DataPlane::issue_step_gather(const Signature& signature, const Item& item, 
 void DataPlane::wait(Queue queue, std::uint64_t count) {
   // The caller may run this queue's tasks itself. Peers that wait in the other one must not wait
   // for that.
-  kick(queue == Queue::gather ? reduce_ : gather_);
+  (queue == Queue::gather ? reduce_ : gather_).stream->kick();
   try {
     (queue == Queue::gather ? gather_ : reduce_).stream->wait(count);
   } catch (const CommError&) {
@@ -203,19 +197,13 @@ void DataPlane::with_disk(Body&& body) {
 }
 
 void DataPlane::kick() {
-  for (Lane* lane : {&gather_, &reduce_}) {
-    if (lane->stream != nullptr && lane->bytes >= kWorthWaking) kick(*lane);
-  }
-}
-
-void DataPlane::kick(Lane& lane) {
-  lane.bytes = 0;
-  lane.stream->kick();
+  if (gather_.stream != nullptr) gather_.stream->kick();
+  if (reduce_.stream != nullptr) reduce_.stream->kick();
 }
 
 void DataPlane::drain() {
-  kick(gather_);  // both queues at once
-  kick(reduce_);
+  kick();  // both queues at once
+
   wait(Queue::gather, gather_.count);
   wait(Queue::reduce, reduce_.count);
 }

@@ -62,8 +62,7 @@ class DataPlane {
   void issue_step_gather(const Signature& signature, const Item& item, int half);
 
   void wait(Queue queue, std::uint64_t count);
-  /// The caller goes on: what it issued runs beside it from now on, if that is worth waking a
-  /// thread; else a little later.
+  /// The caller goes on: what it issued runs beside it from now on.
   void kick();
   /// Everything that was issued.
   void drain();
@@ -109,9 +108,7 @@ class DataPlane {
     std::unique_ptr<device::Stream> stream;
     std::vector<Work> ring;  // twice the stream's capacity: an entry outlives its task
     std::uint64_t count = 0;
-    std::int64_t bytes = 0;  // of what was issued since the last kick
   };
-  static void kick(Lane& lane);
   void append(Queue queue, const Signature& signature, const Work& work, std::int64_t bytes);
   /// A gradient buffer of the step, at stage 0 with accumulators on disk.
   struct Half {

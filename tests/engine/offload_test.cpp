@@ -644,6 +644,45 @@ TEST(Offload, InitializeOnAFailingDiskIsAnIoErrorOnEveryRank) {
   expect_all(ends, "IoError", {"rank 1", "optimizer state of unit b"}, "initialize");
 }
 
+// A rank that passes over a backward pass waits for the gathers of its peers, which wait for a
+// reduction that its disk has spoilt: it has to tell them at once.
+TEST(Offload, ADiskThatFailsBehindTheCallersBackEndsItsPeersAtOnce) {
+  ModelSpec spec;
+  for (int u = 0; u < 8; ++u) {
+    spec.unit("u" + std::to_string(u)).parameter("u" + std::to_string(u), {3000});
+  }
+  EngineOptions options = on_disk(3, lab::kAllNvme);
+  options.gather_budget = minimum_gather_budget(spec, 2);
+  options.look_ahead = 0;
+  options.behind = 0;
+  const MemoryPlan plan = plan_memory(spec, AdamW{}, 2, options);
+  const std::int64_t gradients = plan.bytes(Category::parameters, Tier::nvme);
+  for (int n = 0; n < 8; ++n) {
+    Injection faults;
+    std::barrier gate(2);
+    const lab::Within limit(kPatience / 2);
+    const auto ends = outcomes(2, [&](const ProcessGroup& group) {
+      Engine engine(spec, AdamW{}, group, options);
+      gate.arrive_and_wait();
+      if (group.rank() == 0) {
+        faults->arm({.value = EIO,
+                     .only = Operation::read,
+                     .rank = 0,
+                     .after = n,
+                     .from = gradients,
+                     .below = gradients + plan.bytes(Category::gradients, Tier::nvme)});
+      }
+      gate.arrive_and_wait();
+      for (const MicroStep micro : engine.micro_steps(2)) {
+        if (micro.index() == 0 || group.rank() == 1) pass(engine, micro.index());
+      }
+      engine.step();
+    });
+    expect(ends[0], "IoError", {"(rank 0, gradients of unit u", "errno 5"}, "rank 0");
+    expect(ends[1], "CommError", {"(rank 0, gradients of unit u", "errno 5"}, "rank 1");
+  }
+}
+
 // A device that does not answer within the deadline may answer later, into memory that the engine
 // would like to use again.
 TEST(Offload, ADeviceThatAnswersAfterTheDeadlineSpoilsNothing) {
@@ -978,6 +1017,29 @@ TEST(Offload, BuffersDoNotServeWhatAWriteHasReplaced) {
       const EngineOptions options = on_disk(stage, lab::kAllNvme, 8);
       EXPECT_EQ(difference(memory, on_ranks(world, spec, options, body)), "") << stage;
     }
+  }
+}
+
+TEST(Offload, PaddingOfParametersStaysZeroOnDisk) {
+  ModelSpec spec;
+  spec.unit("a").parameter("a.w", {9000});
+  spec.unit("b").parameter("b.w", {100}, {.dtype = DType::bf16});
+  spec.unit("c").parameter("c.w", {9000});
+  for (const int buffers : {1, 2}) {
+    run_ranks(1, [&](const ProcessGroup& group) {
+      Engine engine(spec, AdamW{.lr = 0.01}, group, on_disk(3, lab::kAllNvme, buffers));
+      fill(engine);
+      for (int t = 0; t < 3; ++t) {
+        train(engine, t);
+        for ([[maybe_unused]] const MicroStep micro : engine.evaluation_passes(1)) {
+          const Guard guard = engine.forward(unit(1));
+          const auto* values = guard.pointer<std::uint16_t>(ParameterId{1});
+          EXPECT_NE(values[99], 0);
+          // Up to the quantum of 256 bytes.
+          for (int i = 100; i < 128; ++i) EXPECT_EQ(values[i], 0) << "step " << t << " at " << i;
+        }
+      }
+    });
   }
 }
 
