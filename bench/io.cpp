@@ -3,8 +3,8 @@
 //
 //   bench_io [--nvme-dir DIR] [--quick] [Google Benchmark's options]
 //
-// DIR, by default the present directory, must have 8 GB free. ZSHARD_* variables change the
-// engines' options.
+// DIR, by default the present directory, must have 8 GB free; nothing stays there. ZSHARD_*
+// variables change the engines' options.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -53,12 +53,22 @@ std::string& directory() {
 
 // -- the store --
 
+std::int64_t whole_pages(std::int64_t bytes) {
+  constexpr std::int64_t kPage = zshard::offload::kAlignment;
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
 /// A store of its own, moved as the engine moves sub-groups: a few transfers under way, from and to
-/// one registered arena.
+/// one registered arena. The memory counts: what fits a cache is faster.
 class StoreDisk {
  public:
-  StoreDisk(std::int64_t bytes, const zshard::OffloadOptions& options)
-      : bytes_(bytes), arena_(zshard::memory::Arena::make(kBuffers * kBuffer)) {
+  /// buffers: transfers under way, of buffer_bytes each.
+  StoreDisk(std::int64_t bytes, const zshard::OffloadOptions& options, int buffers,
+            std::int64_t buffer_bytes)
+      : bytes_(bytes),
+        buffer_bytes_(buffer_bytes),
+        tickets_(static_cast<std::size_t>(buffers)),
+        arena_(zshard::memory::Arena::make(buffers * buffer_bytes)) {
     const std::span<std::byte> memory{arena_->data(), static_cast<std::size_t>(arena_->bytes())};
     bench::fill_random(memory);
     zshard::offload::StoreOptions store;
@@ -82,25 +92,23 @@ class StoreDisk {
   [[nodiscard]] std::int64_t bytes() const { return bytes_; }
 
  private:
-  static constexpr std::int64_t kBuffers = 4;
-  static constexpr std::int64_t kBuffer = 16 * kMiB;
-
   void run(Move move) {
-    zshard::offload::Ticket tickets[kBuffers] = {};
     std::int64_t at = 0;
-    for (std::int64_t i = 0; at < bytes_; ++i) {
-      const std::int64_t buffer = i % kBuffers;
-      store_->wait(std::exchange(tickets[buffer], 0));
-      const std::int64_t size = std::min(kBuffer, bytes_ - at);
-      const std::span<std::byte> memory{arena_->data() + buffer * kBuffer,
-                                        static_cast<std::size_t>(size)};
-      tickets[buffer] = move == Move::read ? store_->read(at, memory) : store_->write(at, memory);
+    for (std::size_t i = 0; at < bytes_; i = (i + 1) % tickets_.size()) {
+      store_->wait(std::exchange(tickets_[i], 0));
+      const std::int64_t size = std::min(buffer_bytes_, bytes_ - at);
+      const std::span<std::byte> memory{
+          arena_->data() + static_cast<std::int64_t>(i) * buffer_bytes_,
+          static_cast<std::size_t>(size)};
+      tickets_[i] = move == Move::read ? store_->read(at, memory) : store_->write(at, memory);
       at += size;
     }
-    for (const zshard::offload::Ticket ticket : tickets) store_->wait(ticket);
+    for (zshard::offload::Ticket& ticket : tickets_) store_->wait(std::exchange(ticket, 0));
   }
 
   std::int64_t bytes_;
+  std::int64_t buffer_bytes_;
+  std::vector<zshard::offload::Ticket> tickets_;
   std::shared_ptr<zshard::memory::Arena> arena_;
   std::unique_ptr<zshard::offload::Store> store_;
 };
@@ -110,7 +118,10 @@ std::vector<std::vector<double>> raw_lines(IoBackendKind backend, const std::str
                                            std::int64_t bytes, int passes) {
   zshard::OffloadOptions options;
   options.io_backend = backend;
-  StoreDisk ours(bytes, options);
+  // As fio does: 1 MiB x 8, and no more memory than that.
+  options.io_block_bytes = kMiB;
+  options.io_depth = 8;
+  StoreDisk ours(bytes, options, 4, 2 * kMiB);
   bench::RawDisk theirs(directory(), bytes, fio);
   std::vector<std::vector<double>> lines;
   for (int i = 0; i < bench::repetitions(); ++i) {
