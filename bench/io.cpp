@@ -336,8 +336,10 @@ void step_job(const ProcessGroup& group, const Arguments& arguments, const Emit&
   const double share = 4.0 / Case::blocks();
   std::unique_ptr<StoreDisk> raw;
   if (group.rank() == 0) {
-    raw =
-        std::make_unique<StoreDisk>((bench::quick() ? 64 : 512) * kMiB, training.options().offload);
+    const EngineOptions& options = training.options();
+    raw = std::make_unique<StoreDisk>((bench::quick() ? 64 : 512) * kMiB, options.offload,
+                                      options.offload.io_buffers,
+                                      whole_pages(options.sub_group_bytes));
   }
   const Training::Bytes bytes = training.step_bytes(group.size());
   for (Training* each : {&training, &in_memory}) {

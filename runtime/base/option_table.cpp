@@ -381,7 +381,8 @@ std::vector<OptionRow> make_rows() {
       row(
           {.name = "deadline_seconds",
            .unit = "seconds",
-           .help = "how long a collective waits for a slow rank"},
+           .help = "how long a collective waits for a slow rank; a transfer of the nvme tier has "
+                   "half of it"},
           [](auto& o) -> auto& { return o.deadline_seconds; },
           number(std::numeric_limits<double>::denorm_min(), kMostSeconds,
                  "numbers above 0, at most 1000000000")),

@@ -102,6 +102,7 @@ std::vector<OptionCase> numeric_options() {
   row(
       "offload.optimizer_nvme_bytes",
       [](EngineOptions& o, std::int64_t v) {
+        o.deadline_seconds = 20;
         o.offload.optimizer = Tier::nvme;
         o.offload.nvme_dir = lab::nvme_directory();
         o.offload.optimizer_nvme_bytes = v;
@@ -151,6 +152,7 @@ std::vector<OptionCase> enum_options() {
   works("parameters in host", [](EngineOptions& o) { o.offload.parameters = Tier::host; });
   const auto nvme = [&](const std::string& what, Tier OffloadOptions::*tier) {
     works(what + " on nvme", [tier](EngineOptions& o) {
+      o.deadline_seconds = 20;  // a shared disk may stall for a second
       o.offload.*tier = Tier::nvme;
       o.offload.nvme_dir = lab::nvme_directory();
     });

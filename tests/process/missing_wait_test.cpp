@@ -42,8 +42,8 @@ class Reader final : private engine::CursorSink {
         lab::kDeadline, [this](const comm::PackedSignature& s) {
           return engine::DataPlane::describe(blueprint_, s);
         });
-    plane_ =
-        std::make_unique<engine::DataPlane>(blueprint_, storage_, *endpoint_, pool_, group.rank());
+    plane_ = std::make_unique<engine::DataPlane>(blueprint_, storage_, *endpoint_, pool_, nullptr,
+                                                 group.rank());
     cursor_ = std::make_unique<engine::Cursor>(&blueprint_.training, &blueprint_.evaluation, true,
                                                static_cast<engine::CursorSink*>(this));
   }
