@@ -88,7 +88,7 @@ cmake --preset release >build/configure.log 2>&1 || {
   cat build/configure.log >&2
   exit 1
 }
-cmake --build --preset release --target gpt --parallel "$(nproc)"
+cmake --build --preset release --target gpt zshard_cli --parallel "$(nproc)"
 
 out=build/release/example
 mkdir -p "$out"

@@ -15,6 +15,7 @@ const std::vector<EnvironmentVariable>& environment_registry() {
       {"ZSHARD_SPEC_DIR", false, "directory of the executable specification, for the tests"},
       {"ZSHARD_DATA_DIR", false, "directory of training texts, for examples and tests"},
       {"ZSHARD_FIXTURES_DIR", false, "directory of model files, for the tests"},
+      {"ZSHARD_NVME_DIR", false, "directory for the nvme tier of examples/run.sh"},
       {"ZSHARD_EXHAUSTIVE", false, "1: the tests run their long variants"},
       {"ZSHARD_SEED", false, "seed of the randomised tests, a whole number"},
   };

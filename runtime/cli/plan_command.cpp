@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "offload/io/extent_file.hpp"
 #include "runtime/base/bytes.hpp"
 #include "runtime/cli/arguments.hpp"
 #include "runtime/cli/capacity.hpp"
@@ -233,6 +234,7 @@ Capacity PlanCommand::capacity(const EngineOptions& options) const {
       directories.push_back(list.substr(at, comma - at));
       at = comma + 1;
     }
+    for (const std::string& directory : directories) offload::check_directory(directory);
     result.disk = free_disk(directories);
   }
   return result;

@@ -122,24 +122,27 @@ std::string Blueprint::identity() const {
   line("wire", options.wire ? std::string(to_string(*options.wire)) : "unset");
   line("reduction_group", std::to_string(options.reduction_group));
   line("loss_scale", exact(options.loss_scale));
+  // Peers read each other's staging memory, and wait for each other's disks.
+  const auto tier = [&](const std::string& name, Tier where) {
+    line(name, where == Tier::nvme ? "nvme" : "device or host");
+  };
+  tier("offload.optimizer", options.offload.optimizer);
+  tier("offload.gradients", options.offload.gradients);
+  tier("offload.parameters", options.offload.parameters);
   if (tiers.uses_store()) {
-    // Peers read each other's staging memory, and wait for each other's disks.
-    line("offload.optimizer", std::string(to_string(options.offload.optimizer)));
-    line("offload.gradients", std::string(to_string(options.offload.gradients)));
-    line("offload.parameters", std::string(to_string(options.offload.parameters)));
     line("io_buffers", std::to_string(options.offload.io_buffers));
     line("io_verify", options.offload.io_verify ? "true" : "false");
     line("sub_group_bytes", std::to_string(options.sub_group_bytes));
-    line("bytes on nvme", std::to_string(tiers.store_bytes) + " of them parameters " +
-                              std::to_string(tiers.parameter_bytes) + ", gradients " +
-                              std::to_string(tiers.gradient_bytes));
     std::string kept;
     for (const TierMap::Unit& unit : tiers.units) {
       for (const TierMap::Segment& segment : unit.segments) {
         kept += " " + std::to_string(segment.kept);
       }
     }
-    line("optimizer state in memory, elements of each segment", kept);
+    line(
+        "optimizer state in memory (offload.optimizer_nvme_bytes, host_budget), elements of each "
+        "segment",
+        kept);
   }
   const optimizers::Rule& rule = optimizer.rule();
   const auto hyper = [&](const std::string& who, const optimizers::Resolved& h) {
@@ -198,6 +201,23 @@ std::vector<EngineOptions> changes(const Blueprint& b, int world) {
     o.offload.gradients = Tier::nvme;
     o.accumulation = Accumulation::reduced;
   };
+  const bool disk = now.offload.optimizer == Tier::nvme || now.offload.gradients == Tier::nvme ||
+                    now.offload.parameters == Tier::nvme;
+  if (disk) {  // less staging memory, or none
+    add(now, [](EngineOptions& o) { o.offload.io_buffers = std::min(o.offload.io_buffers, 3); });
+    for (const int buffers : {3, 1}) {
+      add(now, [buffers](EngineOptions& o) {
+        o.offload.io_buffers = std::min(o.offload.io_buffers, buffers);
+        o.sub_group_bytes = std::min<std::int64_t>(o.sub_group_bytes, 1 << 20);
+      });
+    }
+    add(now, [](EngineOptions& o) {
+      for (Tier* tier : {&o.offload.optimizer, &o.offload.gradients, &o.offload.parameters}) {
+        if (*tier == Tier::nvme) *tier = Tier::device;
+      }
+      o.offload.optimizer_nvme_bytes.reset();
+    });
+  }
   add(now, [](EngineOptions& o) { o.behind = 0; });
   add(now, [](EngineOptions& o) { o.wire.reset(); });
   add(now, [](EngineOptions& o) { o.accumulation = Accumulation::reduced; });

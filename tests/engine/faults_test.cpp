@@ -855,6 +855,29 @@ void apply(EngineOptions& options, std::string text) {
   }
 }
 
+TEST(Faults, StagingMemoryThatIsTooLargeForABudgetHasASmallerSetting) {
+  ModelSpec spec;
+  spec.unit("u").parameter("w", {std::int64_t{1} << 23});
+  EngineOptions options;
+  options.offload.optimizer = Tier::nvme;
+  options.offload.nvme_dir = lab::nvme_directory();
+  const auto advised = [&](std::int64_t budget) {
+    options.host_budget = budget;
+    const Outcome end = outcomes(1, [&](const ProcessGroup& group) {
+      const Engine engine(spec, AdamW{}, group, options);
+    })[0];
+    expect(end, "OutOfMemory", {"I/O staging", "The cheapest change that fits: "}, "staging");
+    const auto begin = end.text.find("fits: ") + 6;
+    EngineOptions changed = options;
+    apply(changed, end.text.substr(begin, end.text.rfind('.') - begin));
+    EXPECT_LE(plan_memory(spec, AdamW{}, 1, changed).arena_bytes(Tier::host), budget);
+    return changed;
+  };
+  EXPECT_EQ(advised(16 << 20).offload.optimizer, Tier::nvme);
+  EXPECT_LE(advised(16 << 20).offload.io_buffers, 3);
+  EXPECT_EQ(advised(1 << 20).offload.optimizer, Tier::device);
+}
+
 TEST(Faults, TheChangeThatARefusalNamesReallyConstructs) {
   ModelSpec spec;
   for (int u = 0; u < 6; ++u) {
