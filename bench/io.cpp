@@ -121,7 +121,7 @@ std::vector<std::vector<double>> raw_lines(IoBackendKind backend, const std::str
   // As fio does: 1 MiB x 8, and no more memory than that.
   options.io_block_bytes = kMiB;
   options.io_depth = 8;
-  StoreDisk ours(bytes, options, 4, 2 * kMiB);
+  StoreDisk ours(bytes, options, 2, 4 * kMiB);
   bench::RawDisk theirs(directory(), bytes, fio);
   std::vector<std::vector<double>> lines;
   for (int i = 0; i < bench::repetitions(); ++i) {

@@ -24,9 +24,9 @@ struct OffloadOptions {
                                ///< unset: all, or what host_budget leaves no room for
   IoBackendKind io_backend = IoBackendKind::automatic;
   int io_buffers =
-      4;  ///< sub-groups that the step has in memory at a time; 1 runs, without overlap
+      8;  ///< sub-groups that the step has in memory at a time; 1 runs, without overlap
   std::int64_t io_block_bytes = 1 << 20;  ///< of one request
-  int io_depth = 8;                       ///< requests in flight
+  int io_depth = 32;                      ///< requests in flight
   bool io_verify = false;  ///< checksum of everything that is read back: finds lost, torn and
                            ///< misplaced writes
 };
@@ -49,7 +49,7 @@ struct EngineOptions {
   MasterWeights master = MasterWeights::f32;  ///< changes bits
   Moments moments = Moments::f32;             ///< changes bits
   double loss_scale = 1.0;                    ///< constant factor that the loop puts on its loss
-  std::int64_t sub_group_bytes = 16 << 20;    ///< fp32 state that the optimizer processes at a time
+  std::int64_t sub_group_bytes = 8 << 20;     ///< fp32 state that the optimizer processes at a time
   std::optional<std::int64_t> device_budget{};  ///< refuse to start above it
   std::optional<std::int64_t> host_budget{};    ///< refuse to start above it
   double deadline_seconds = 600.0;              ///< how long a collective waits for a slow rank
