@@ -183,11 +183,11 @@ fi
 if [ $quick = 1 ]; then
   fuzz release 20
 else
-  fuzz release 120
+  fuzz release 90
   build asan all
   mapfile -t names < <(binaries asan)
   [ ${#names[@]} -eq 0 ] || run_binaries 2400 asan "${names[@]}"
-  fuzz asan 40
+  fuzz asan 30
   # The thread sanitizer sees only what threads do: the binaries that run ranks.
   mapfile -t names < <(binaries release | grep -E '^test_(engine|process|offload)$')
   [ ${#names[@]} -gt 0 ] || mapfile -t names < <(binaries release | head -n 1)
