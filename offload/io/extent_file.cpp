@@ -9,6 +9,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -56,6 +57,16 @@ std::string free_text(const std::string& directory) {
 }
 
 }  // namespace
+
+std::vector<std::string> split_directories(const std::string& list) {
+  std::vector<std::string> directories;
+  for (std::size_t at = 0; at <= list.size();) {
+    const std::size_t comma = std::min(list.find(',', at), list.size());
+    directories.push_back(list.substr(at, comma - at));
+    at = comma + 1;
+  }
+  return directories;
+}
 
 void check_directory(const std::string& path) {
   if (path.empty()) {

@@ -12,6 +12,9 @@
 
 namespace zshard::offload {
 
+/// The directories of a list that commas separate (offload.nvme_dir).
+std::vector<std::string> split_directories(const std::string& list);
+
 /// Throws UsageError, with what to do, unless `path` is a directory, not a symbolic link, that this
 /// user owns and may write to.
 void check_directory(const std::string& path);

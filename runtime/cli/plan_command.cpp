@@ -227,13 +227,7 @@ Capacity PlanCommand::capacity(const EngineOptions& options) const {
   if (disk_) {
     result.disk = *disk_;
   } else if (!options.offload.nvme_dir.empty()) {
-    std::vector<std::string> directories;
-    const std::string& list = options.offload.nvme_dir;
-    for (std::size_t at = 0; at <= list.size();) {
-      const std::size_t comma = std::min(list.find(',', at), list.size());
-      directories.push_back(list.substr(at, comma - at));
-      at = comma + 1;
-    }
+    const auto directories = offload::split_directories(options.offload.nvme_dir);
     for (const std::string& directory : directories) offload::check_directory(directory);
     result.disk = free_disk(directories);
   }

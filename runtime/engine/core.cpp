@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "offload/io/extent_file.hpp"
 #include "runtime/base/log.hpp"
 #include "zshard/error.hpp"
 
@@ -197,16 +198,12 @@ void Core::agree(std::uint32_t status, const std::string& text, std::exception_p
 
 offload::StoreOptions Core::store_options() const {
   const TierMap& map = blueprint_.tiers;
-  const OffloadOptions& offload = blueprint_.options.offload;
+  const OffloadOptions& tiers = blueprint_.options.offload;
   offload::StoreOptions options;
-  for (std::size_t at = 0; at <= offload.nvme_dir.size();) {
-    const std::size_t end = std::min(offload.nvme_dir.find(',', at), offload.nvme_dir.size());
-    options.directories.push_back(offload.nvme_dir.substr(at, end - at));
-    at = end + 1;
-  }
-  options.backend = offload.io_backend;
-  options.block_bytes = offload.io_block_bytes;
-  options.depth = offload.io_depth;
+  options.directories = offload::split_directories(tiers.nvme_dir);
+  options.backend = tiers.io_backend;
+  options.block_bytes = tiers.io_block_bytes;
+  options.depth = tiers.io_depth;
   options.bytes = map.store_bytes;
   options.rank = rank_;
   options.ranks_here = group_->ranks_here();
