@@ -206,9 +206,9 @@ void IoBackend::set_verifier(Verifier* verifier) {
   verifier_ = verifier;
 }
 
-BackendTraffic IoBackend::traffic() const {
+IoTraffic IoBackend::traffic() const {
   const std::lock_guard lock(mutex_);
-  BackendTraffic result = traffic_;
+  IoTraffic result = traffic_;
   const std::int64_t at = now();
   if (active_[0] > 0) result.read_seconds += static_cast<double>(at - active_since_[0]) * 1e-9;
   if (active_[1] > 0) result.write_seconds += static_cast<double>(at - active_since_[1]) * 1e-9;

@@ -19,6 +19,7 @@
 #include "offload/io/failure.hpp"
 #include "offload/io/pages.hpp"
 #include "offload/io/stripe.hpp"
+#include "offload/io/traffic.hpp"
 #include "offload/io/verifier.hpp"
 #include "runtime/base/futex.hpp"
 
@@ -34,14 +35,6 @@ struct IoRequest {
 struct BackendOptions {
   std::int64_t block_bytes = std::int64_t{1} << 20;
   double deadline_seconds = 600;
-};
-
-/// Bytes of transfers that succeeded, and seconds during which at least one was under way.
-struct BackendTraffic {
-  std::int64_t read_bytes = 0;
-  std::int64_t written_bytes = 0;
-  double read_seconds = 0.0;
-  double write_seconds = 0.0;
 };
 
 /// Allocates nothing after construction.
@@ -78,7 +71,7 @@ class IoBackend {
   /// From the next submit() on; null: none. Not while transfers are under way.
   void set_verifier(Verifier* verifier);
 
-  [[nodiscard]] BackendTraffic traffic() const;
+  [[nodiscard]] IoTraffic traffic() const;
   void clear_traffic();
   [[nodiscard]] std::string name() const { return driver_->name(); }
   [[nodiscard]] std::int64_t block_bytes() const { return block_bytes_; }
@@ -176,7 +169,7 @@ class IoBackend {
   IoFailure zeros_failure_;
   Verifier* verifier_ = nullptr;
 
-  BackendTraffic traffic_;
+  IoTraffic traffic_;
   std::array<int, 2> active_{};  // requests under way, by operation
   std::array<std::int64_t, 2> active_since_{};
 

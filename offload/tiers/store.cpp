@@ -185,13 +185,7 @@ class DiskStore final : public Store {
   bool done(Ticket ticket) const override { return state_->backend->poll(ticket); }
   void settle() noexcept override { io().settle(); }
 
-  StoreTraffic traffic() const override {
-    const BackendTraffic traffic = state_->backend->traffic();
-    return {.read_bytes = traffic.read_bytes,
-            .written_bytes = traffic.written_bytes,
-            .read_seconds = traffic.read_seconds,
-            .write_seconds = traffic.write_seconds};
-  }
+  IoTraffic traffic() const override { return state_->backend->traffic(); }
   std::int64_t bytes() const override { return options().bytes; }
   double raw_read() const override { return raw_read_; }
   double raw_write() const override { return raw_write_; }

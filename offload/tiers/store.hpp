@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "offload/io/traffic.hpp"
 #include "zshard/options.hpp"
 
 namespace zshard::offload {
@@ -44,14 +45,6 @@ constexpr std::int64_t verify_words(std::int64_t bytes) {
   return 2 * (bytes / kAlignment);
 }
 
-/// Bytes that transfers moved, and seconds during which at least one was under way.
-struct StoreTraffic {
-  std::int64_t read_bytes = 0;
-  std::int64_t written_bytes = 0;
-  double read_seconds = 0.0;
-  double write_seconds = 0.0;
-};
-
 /// All methods may be called from any thread; none allocates after construction unless it throws.
 /// Transfers that overlap must be ordered by the caller (wait before the next).
 class Store {
@@ -81,7 +74,7 @@ class Store {
   /// Waits for everything that is under way, and forgets errors.
   virtual void settle() noexcept = 0;
 
-  [[nodiscard]] virtual StoreTraffic traffic() const = 0;
+  [[nodiscard]] virtual IoTraffic traffic() const = 0;
   [[nodiscard]] virtual std::int64_t bytes() const = 0;  // really reserved
   /// Bytes a second that this store reached alone, in a short probe at construction.
   [[nodiscard]] virtual double raw_read() const = 0;

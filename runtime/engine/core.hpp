@@ -279,7 +279,7 @@ class Core final : private CursorSink {
     std::int64_t gather_ns = 0;
     std::int64_t reduce_ns = 0;
     std::uint64_t behind = 0;
-    offload::StoreTraffic disk;
+    offload::IoTraffic disk;
     double disk_wait = 0.0;
   } reported_;  // up to the last report
 };

@@ -213,8 +213,7 @@ void Core::finish_step(StepReport& report) {
 
 void Core::update_all(float factor) {
   const auto start = std::chrono::steady_clock::now();
-  const offload::StoreTraffic before =
-      store_ == nullptr ? offload::StoreTraffic{} : store_->traffic();
+  const offload::IoTraffic before = store_ == nullptr ? offload::IoTraffic{} : store_->traffic();
   const std::int64_t step = cursor_->step_count();
   // After the vote every rank finishes its own update, whatever becomes of its peers.
   std::exception_ptr cause;
@@ -295,7 +294,7 @@ void Core::update_all(float factor) {
   // interrupted step up at once does not hide the interruption.
   if (interrupted_ == nullptr) with_peers(check_peers);
   if (store_ != nullptr) {
-    const offload::StoreTraffic after = store_->traffic();
+    const offload::IoTraffic after = store_->traffic();
     const auto read = static_cast<double>(after.read_bytes - before.read_bytes);
     const auto written = static_cast<double>(after.written_bytes - before.written_bytes);
     const double spent =
@@ -442,8 +441,8 @@ void Core::fill_report_totals(StepReport& report) {
   report.update_seconds = update_seconds_;
   report.peak_bytes = storage_->reserved_bytes();
   if (store_ != nullptr) {
-    const offload::StoreTraffic disk = store_->traffic();
-    const offload::StoreTraffic& old = reported_.disk;
+    const offload::IoTraffic disk = store_->traffic();
+    const offload::IoTraffic& old = reported_.disk;
     report.disk_read_bytes = disk.read_bytes - old.read_bytes;
     report.disk_written_bytes = disk.written_bytes - old.written_bytes;
     report.read_seconds = disk.read_seconds - old.read_seconds;
@@ -451,8 +450,7 @@ void Core::fill_report_totals(StepReport& report) {
     report.wait_seconds = stream_->wait_seconds() - reported_.disk_wait;
     report.raw_share = raw_share_;
   }
-  const offload::StoreTraffic disk =
-      store_ == nullptr ? offload::StoreTraffic{} : store_->traffic();
+  const offload::IoTraffic disk = store_ == nullptr ? offload::IoTraffic{} : store_->traffic();
   const double disk_wait = stream_ == nullptr ? 0.0 : stream_->wait_seconds();
   reported_ = now;
   reported_.disk = disk;

@@ -74,7 +74,7 @@ TEST_P(Stores, CountTheTrafficOfTransfersOnly) {
   const Pages pages(kMiB);
   for (int i = 0; i < 3; ++i) write(*store, 0, pages.bytes().first(8 * kPage));
   read(*store, 0, pages.bytes().first(kPage));
-  const StoreTraffic traffic = store->traffic();
+  const IoTraffic traffic = store->traffic();
   EXPECT_EQ(traffic.read_bytes, kPage);
   EXPECT_EQ(traffic.written_bytes, 24 * kPage);
   EXPECT_GT(traffic.read_seconds, 0);
