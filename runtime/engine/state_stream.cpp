@@ -131,6 +131,17 @@ StateStream::Buffer* StateStream::acquire(bool wait) {
   }
   if (!wait) return nullptr;
   if (oldest == nullptr) {
+    // What later groups have read ahead can be read again; a device that hangs may never answer.
+    for (Buffer& b : buffers_) {
+      if (b.group == kHung || b.dirty) continue;
+      try {
+        wait_reads(b);
+      } catch (const IoError&) {
+        if (b.group == kHung) continue;
+      }
+      b = Buffer{};
+      return &b;
+    }
     for (Buffer& b : buffers_) {
       if (b.group != kHung) continue;
       for (offload::Ticket& ticket : b.reads) wait_again(ticket);
