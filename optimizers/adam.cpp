@@ -13,18 +13,13 @@ ZSHARD_INLINE void adam_loop(const Elements& elements, const Constants& constant
   float* __restrict exp_avg = elements.slots[kExpAvg];
   float* __restrict exp_avg_sq = elements.slots[kExpAvgSq];
   const float* __restrict gradient = elements.gradient;
-  const float factor = elements.factor;
-  const float decay = constants.value[kDecay];
   const std::int64_t count = elements.count;
-  const AdamUpdate update(constants);
+  const AdamElement<decays> element(constants, elements.factor);
   for (std::int64_t i = 0; i < count; ++i) {
-    float g = gradient[i] * factor;
-    if constexpr (decays) g = g + parameter[i] * decay;
-    parameter[i] = update(parameter[i], g, exp_avg[i], exp_avg_sq[i]);
+    parameter[i] = element(parameter[i], gradient[i], exp_avg[i], exp_avg_sq[i]);
   }
 }
 
-/// Without decay the term is left out, as in PyTorch: adding p * 0 would turn -0.0 into +0.0.
 ZSHARD_CLONES void adam_pass(const Elements& elements, const Constants& constants, std::int64_t) {
   if (constants.value[kDecay] != 0.0f) {
     adam_loop<true>(elements, constants);
@@ -53,10 +48,12 @@ class AdamRule final : public Rule {
     return constants;
   }
   [[nodiscard]] std::span<const Pass> passes() const override { return kPasses; }
+  [[nodiscard]] std::span<const DevicePass> device_passes() const override { return kDevicePasses; }
   void validate(const Resolved& hyper) const override { check_adam(name(), hyper); }
 
  private:
   static constexpr Pass kPasses[] = {adam_pass};
+  static constexpr DevicePass kDevicePasses[] = {DevicePass::adam};
 
   Adam config_;
 };

@@ -1,4 +1,5 @@
-// What Adam and AdamW have in common: the constants, the moments and the update of an element.
+// What Adam and AdamW have in common: the constants, the moments; and their updates, one element at
+// a time, for the host's loops and the device's.
 #pragma once
 
 #include <cmath>
@@ -40,6 +41,37 @@ struct AdamUpdate {
     m = m * b1 + g * c1;
     v = v * b2 + (g * g) * c2;
     return p - rate * (m / (std::sqrt(v) * root + eps));
+  }
+};
+
+/// Adam's element. The decay is a term of the gradient; without decay it is left out, as in
+/// PyTorch: adding p * 0 would turn -0.0 into +0.0.
+template <bool decays>
+struct AdamElement {
+  AdamUpdate update;
+  float factor, decay;
+
+  ZSHARD_INLINE AdamElement(const Constants& constants, float gradient_factor)
+      : update(constants), factor(gradient_factor), decay(constants.value[kDecay]) {}
+
+  ZSHARD_INLINE float operator()(float p, float gradient, float& m, float& v) const {
+    float g = gradient * factor;
+    if constexpr (decays) g = g + p * decay;
+    return update(p, g, m, v);
+  }
+};
+
+/// AdamW's element. The constant kDecay is what decay leaves of a parameter.
+struct AdamWElement {
+  AdamUpdate update;
+  float factor, keep;
+
+  ZSHARD_INLINE AdamWElement(const Constants& constants, float gradient_factor)
+      : update(constants), factor(gradient_factor), keep(constants.value[kDecay]) {}
+
+  ZSHARD_INLINE float operator()(float p, float gradient, float& m, float& v) const {
+    const float g = gradient * factor;
+    return update(p * keep, g, m, v);
   }
 };
 

@@ -12,13 +12,10 @@ ZSHARD_CLONES void adamw_pass(const Elements& elements, const Constants& constan
   float* __restrict exp_avg = elements.slots[kExpAvg];
   float* __restrict exp_avg_sq = elements.slots[kExpAvgSq];
   const float* __restrict gradient = elements.gradient;
-  const float factor = elements.factor;
-  const float keep = constants.value[kDecay];
   const std::int64_t count = elements.count;
-  const AdamUpdate update(constants);
+  const AdamWElement element(constants, elements.factor);
   for (std::int64_t i = 0; i < count; ++i) {
-    const float g = gradient[i] * factor;
-    parameter[i] = update(parameter[i] * keep, g, exp_avg[i], exp_avg_sq[i]);
+    parameter[i] = element(parameter[i], gradient[i], exp_avg[i], exp_avg_sq[i]);
   }
 }
 
@@ -42,6 +39,7 @@ class AdamWRule final : public Rule {
     return constants;
   }
   [[nodiscard]] std::span<const Pass> passes() const override { return kPasses; }
+  [[nodiscard]] std::span<const DevicePass> device_passes() const override { return kDevicePasses; }
   void validate(const Resolved& hyper) const override {
     check_adam(name(), hyper);
     check_rate(name(), hyper.lr, keep(hyper));
@@ -49,6 +47,7 @@ class AdamWRule final : public Rule {
 
  private:
   static constexpr Pass kPasses[] = {adamw_pass};
+  static constexpr DevicePass kDevicePasses[] = {DevicePass::adamw};
 
   /// What decay leaves of a parameter.
   static double keep(const Resolved& hyper) { return 1.0 - hyper.lr * hyper.weight_decay; }

@@ -51,6 +51,9 @@ struct Elements {
 /// An element pass. Gives the same bits however a range is cut.
 using Pass = void (*)(const Elements& elements, const Constants& constants, std::int64_t step);
 
+/// An element pass as a kernel of a device (DeviceUpdate), with the bits of the host's.
+enum class DevicePass { adam, adamw, sgd, sgd_heavy_ball, sgd_nesterov };
+
 class Rule {
  public:
   virtual ~Rule() = default;
@@ -63,6 +66,8 @@ class Rule {
   /// step counts from 1.
   [[nodiscard]] virtual Constants constants(const Resolved& hyper, std::int64_t step) const = 0;
   [[nodiscard]] virtual std::span<const Pass> passes() const = 0;
+  /// The passes as a device runs them, one for one; none: the rule updates on the host only.
+  [[nodiscard]] virtual std::span<const DevicePass> device_passes() const { return {}; }
   /// Per-tensor fp64 sums that a pass leaves for the next one (norms of LAMB); 0 for rules without
   /// any.
   [[nodiscard]] virtual int sums() const { return 0; }

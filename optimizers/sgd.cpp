@@ -2,43 +2,28 @@
 // without the learning rate, weight decay is an L2 term of the gradient, no dampening.
 #include "optimizers/checks.hpp"
 #include "optimizers/rules.hpp"
-#include "runtime/kernels/clones.hpp"
+#include "optimizers/sgd_update.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::optimizers {
 namespace {
 
-enum SgdConstant { kLr, kMomentum, kDecay };
-enum class Momentum { none, heavy_ball, nesterov };
-
 template <Momentum kind, bool decays>
 ZSHARD_INLINE void sgd_loop(const Elements& elements, const Constants& constants) {
   float* __restrict parameter = elements.parameter;
-  float* __restrict buffer = elements.slots[0];
+  float* __restrict buffer = kind == Momentum::none ? nullptr : elements.slots[kMomentumBuffer];
   const float* __restrict gradient = elements.gradient;
-  const float factor = elements.factor;
-  const float lr = constants.value[kLr];
-  const float momentum = constants.value[kMomentum];
-  const float decay = constants.value[kDecay];
   const std::int64_t count = elements.count;
+  const SgdElement<kind, decays> element(constants, elements.factor);
   for (std::int64_t i = 0; i < count; ++i) {
-    float g = gradient[i] * factor;
-    if constexpr (decays) g = g + parameter[i] * decay;
-    if constexpr (kind != Momentum::none) {
-      // PyTorch's first buffer is g itself. A buffer born as +0.0 gives the same without knowing
-      // which step is a parameter's first, which a unit that was unused so far would get wrong;
-      // only a first g of -0.0 is stored as +0.0.
-      const float b = buffer[i] * momentum + g;
-      buffer[i] = b;
-      g = kind == Momentum::nesterov ? g + b * momentum : b;
-    }
-    parameter[i] = parameter[i] - g * lr;
+    float none = 0.0f;
+    parameter[i] = element(parameter[i], gradient[i], kind == Momentum::none ? none : buffer[i]);
   }
 }
 
 template <Momentum kind>
 ZSHARD_INLINE void sgd(const Elements& elements, const Constants& constants) {
-  if (constants.value[kDecay] != 0.0f) {
+  if (constants.value[kSgdDecay] != 0.0f) {
     sgd_loop<kind, true>(elements, constants);
   } else {
     sgd_loop<kind, false>(elements, constants);
@@ -79,12 +64,16 @@ class SgdRule final : public Rule {
     Constants constants;
     constants.value[kLr] = static_cast<float>(hyper.lr);
     constants.value[kMomentum] = static_cast<float>(hyper.momentum);
-    constants.value[kDecay] = static_cast<float>(hyper.weight_decay);
+    constants.value[kSgdDecay] = static_cast<float>(hyper.weight_decay);
     return constants;
   }
   [[nodiscard]] std::span<const Pass> passes() const override {
     if (!has_buffer()) return kPlain;
     return config_.nesterov ? kNesterov : kHeavyBall;
+  }
+  [[nodiscard]] std::span<const DevicePass> device_passes() const override {
+    if (!has_buffer()) return kDevicePlain;
+    return config_.nesterov ? kDeviceNesterov : kDeviceHeavyBall;
   }
   void validate(const Resolved& hyper) const override {
     check_size(name(), "lr", hyper.lr);
@@ -108,6 +97,9 @@ class SgdRule final : public Rule {
   static constexpr Pass kPlain[] = {plain_pass};
   static constexpr Pass kHeavyBall[] = {heavy_ball_pass};
   static constexpr Pass kNesterov[] = {nesterov_pass};
+  static constexpr DevicePass kDevicePlain[] = {DevicePass::sgd};
+  static constexpr DevicePass kDeviceHeavyBall[] = {DevicePass::sgd_heavy_ball};
+  static constexpr DevicePass kDeviceNesterov[] = {DevicePass::sgd_nesterov};
 
   [[nodiscard]] bool has_buffer() const { return config_.momentum != 0.0; }
 

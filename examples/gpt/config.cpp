@@ -77,6 +77,7 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   std::optional<double> min_lr;
   std::string dtype = "f32";
   std::string order = "random";
+  std::optional<std::string> device;
   std::optional<std::string> stage;
   std::optional<std::string> optimizer_tier;
   std::optional<std::string> parameter_tier;
@@ -117,7 +118,9 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
       ->check(number);
   app.add_option("--clip", config.clip, "largest global gradient norm; 0: no clipping")
       ->check(number);
-  app.add_option("--dtype", dtype, "of parameters and their gradients; arithmetic is f32")
+  app.add_option("--dtype", dtype,
+                 "of parameters and their gradients; arithmetic is f32, but matrix products on a "
+                 "GPU round their operands to bf16 if this is bf16")
       ->check(CLI::IsMember({"f32", "bf16"}));
   app.add_option("--seed", config.seed, "of the initial weights and the order of rows")
       ->check(strict<std::uint64_t>("a whole number from 0 to 2^64 - 1"));
@@ -128,6 +131,8 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
       ->check(number);
   app.add_option("--ranks", config.ranks, "threads of this process that train together")
       ->check(strict<int>("a whole number"));
+  app.add_option("--device", device,
+                 "where parameters lie and the model runs: host or cuda; default host");
   app.add_option("--stage", stage, "ZeRO stage 0 to 3; default 3");
   app.add_option("--optimizer-tier", optimizer_tier,
                  "where optimizer state lives: device, host or nvme; default device");
@@ -157,6 +162,7 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
       zshard::apply_option_arguments(config.engine, app.remaining());
   require(others.empty(), "unknown argument " + (others.empty() ? "" : others.front()) +
                               "; --help lists what there is");
+  if (device) zshard::set_option(config.engine, "device", *device);
   if (stage) zshard::set_option(config.engine, "stage", *stage);
   if (optimizer_tier) zshard::set_option(config.engine, "offload.optimizer", *optimizer_tier);
   if (gradient_tier) zshard::set_option(config.engine, "offload.gradients", *gradient_tier);

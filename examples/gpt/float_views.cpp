@@ -1,11 +1,11 @@
 #include "float_views.hpp"
 
-#include "kernels.hpp"
+#include <utility>
 
 namespace gpt {
 
-FloatViews::FloatViews(const GptSpec& spec, zshard::DType dtype)
-    : spec_(spec), scratch_(dtype == zshard::DType::bf16) {
+FloatViews::FloatViews(const GptSpec& spec, zshard::DType dtype, std::shared_ptr<Compute> compute)
+    : spec_(spec), scratch_(dtype == zshard::DType::bf16), compute_(std::move(compute)) {
   for (const UnitInfo& unit : spec.units) {
     std::vector<std::int64_t>& counts = counts_.emplace_back();
     for (const ParameterInfo& parameter : unit.parameters) {
@@ -15,9 +15,10 @@ FloatViews::FloatViews(const GptSpec& spec, zshard::DType dtype)
     }
   }
   if (scratch_) {
-    const auto count = static_cast<std::size_t>(largest_unit_bytes(spec.units)) / sizeof(float);
-    weight_scratch_.resize(count);
-    gradient_scratch_.resize(count);
+    const std::int64_t count =
+        largest_unit_bytes(spec.units) / static_cast<std::int64_t>(sizeof(float));
+    weight_scratch_ = Buffer(compute_, count);
+    gradient_scratch_ = Buffer(compute_, count);
   }
 }
 
@@ -27,7 +28,7 @@ std::span<const float* const> FloatViews::weights(const zshard::Guard& guard, st
   for (std::size_t i = 0; i < counts_[unit].size(); ++i) {
     const zshard::ParameterId id = spec_.parameter_ids[unit][i];
     if (scratch_) {
-      widen(guard.pointer<std::uint16_t>(id), scratch, counts_[unit][i]);
+      compute_->widen(guard.pointer<std::uint16_t>(id), scratch, counts_[unit][i]);
       weights_.push_back(scratch);
       scratch += counts_[unit][i];
     } else {
@@ -57,7 +58,11 @@ void FloatViews::store(const zshard::Guard& guard, std::size_t unit, zshard::Gra
   const float* scratch = gradient_scratch_.data();
   for (std::size_t i = 0; i < counts_[unit].size(); ++i) {
     auto* gradient = guard.gradient<std::uint16_t>(spec_.parameter_ids[unit][i]);
-    (add_to ? narrow_add : narrow)(scratch, gradient, counts_[unit][i]);
+    if (add_to) {
+      compute_->narrow_add(scratch, gradient, counts_[unit][i]);
+    } else {
+      compute_->narrow(scratch, gradient, counts_[unit][i]);
+    }
     scratch += counts_[unit][i];
   }
 }

@@ -3,9 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "compute.hpp"
 #include "spec.hpp"
 #include "zshard/zshard.hpp"
 
@@ -16,7 +18,8 @@ namespace gpt {
 /// is as large as the largest unit. One guard at a time: pointers are valid until the next call.
 class FloatViews {
  public:
-  FloatViews(const GptSpec& spec, zshard::DType dtype);
+  /// compute: whose memory the engine's pointers are in.
+  FloatViews(const GptSpec& spec, zshard::DType dtype, std::shared_ptr<Compute> compute);
 
   std::span<const float* const> weights(const zshard::Guard& guard, std::size_t unit);
   /// Of a backward guard.
@@ -32,8 +35,9 @@ class FloatViews {
   const GptSpec& spec_;
   bool scratch_;
   std::vector<std::vector<std::int64_t>> counts_;  // [unit][parameter]
-  std::vector<float> weight_scratch_;
-  std::vector<float> gradient_scratch_;
+  std::shared_ptr<Compute> compute_;
+  Buffer weight_scratch_;
+  Buffer gradient_scratch_;
   std::vector<const float*> weights_;
   std::vector<float*> gradients_;
 };

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "shape.hpp"
+
 namespace gpt {
 
 /// y = x w + b.
@@ -50,14 +52,6 @@ void gelu_forward(const float* x, float* y, std::int64_t count);
 
 /// dx = dy * gelu'(x); dx and dy may be the same buffer.
 void gelu_backward(const float* dy, const float* x, float* dx, std::int64_t count);
-
-/// Sizes of one causal self-attention over `rows` independent sequences.
-struct AttentionShape {
-  std::int64_t rows = 0;
-  std::int64_t context = 0;
-  std::int64_t heads = 0;
-  std::int64_t head_width = 0;
-};
 
 /// out = softmax(q k^T / sqrt(head_width)) v for each row and head; position t sees 0..t.
 void attention_forward(const float* qkv,      // [rows, context, 3, heads, head_width]

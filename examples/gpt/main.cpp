@@ -2,9 +2,10 @@
 //
 //   gpt --data FILE... --ranks 2 --stage 3 --optimizer-tier host --digest
 //
-// Exit code 0 after success, 2 for arguments that cannot be served (too little memory for them
-// included), 1 for everything else. SIGTERM abandons the step: a shell reports 143, other ranks end
-// with code 1 and an error that names the rank; nothing is left behind.
+// Exit code 0 after success, 2 for arguments that cannot be served (too little memory for them, or
+// --device cuda where there is no GPU, included), 1 for everything else. SIGTERM abandons the step:
+// a shell reports 143, other ranks end with code 1 and an error that names the rank; nothing is
+// left behind.
 #include <cblas.h>
 
 #include <cstdio>
@@ -28,13 +29,13 @@ int main(int argc, char** argv) {
                             config->shape.context);
     openblas_set_num_threads(1);  // a rank is a thread; ranks are what runs in parallel
     if (config->ranks) {
-      gpt::check_memory(*config, data, *config->ranks, *config->ranks);
+      gpt::check_machine(*config, data, 0, *config->ranks, *config->ranks);
       zshard::run_ranks(*config->ranks, [&](const zshard::ProcessGroup& group) {
         gpt::run_session(*config, data, group);
       });
     } else {
       const zshard::ProcessGroup group = zshard::ProcessGroup::from_environment();
-      gpt::check_memory(*config, data, 1, group.size());
+      gpt::check_machine(*config, data, group.rank(), 1, group.size());
       gpt::run_session(*config, data, group);
     }
     return 0;

@@ -6,33 +6,16 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "compute.hpp"
+#include "host_compute.hpp"
+#include "shape.hpp"
+
 namespace gpt {
-
-struct ModelShape {
-  std::int64_t layers = 4;
-  std::int64_t heads = 4;
-  std::int64_t width = 128;
-  std::int64_t context = 64;
-  std::int64_t vocab = 256;
-  std::int64_t vocab_units = 1;  ///< pieces of the token table, each a unit of its own
-};
-
-/// Rows [first, first + count) of the token table, one piece of it. Never empty while there are at
-/// most as many pieces as rows.
-struct VocabPiece {
-  std::int64_t first = 0;
-  std::int64_t count = 0;
-
-  [[nodiscard]] bool holds(std::int64_t token) const {
-    return first <= token && token < first + count;
-  }
-};
-
-VocabPiece vocab_piece(const ModelShape& shape, std::int64_t piece);
 
 /// A parameter and how it starts: normal with this deviation around this mean.
 struct ParameterInfo {
@@ -130,11 +113,15 @@ using FinalNormGradients = FinalNormPointers<float*>;
 /// A gradient call overwrites the gradients where `beta` is 0 and adds to them where it is 1.
 class Model {
  public:
-  /// Takes all memory for batches of at most `max_rows` rows.
-  Model(const ModelShape& shape, std::int64_t max_rows);
+  /// Takes all memory for batches of at most `max_rows` rows. Pointers that later calls get are
+  /// such that `compute` can use them.
+  Model(const ModelShape& shape, std::int64_t max_rows,
+        std::shared_ptr<Compute> compute = make_host_compute());
 
-  /// Bytes that a Model takes; a double, because sizes that no machine has must not overflow.
-  static double bytes(const ModelShape& shape, std::int64_t max_rows);
+  /// Bytes that a Model takes, of which attention's backward pass keeps the scores of so many heads
+  /// at once; a double, because sizes that no machine has must not overflow.
+  static double bytes(const ModelShape& shape, std::int64_t max_rows,
+                      std::int64_t heads_at_once = 1);
 
   /// Sets the batch, at least one row. Each pointer shows T + 1 bytes, which must live until the
   /// last call of the batch: tokens 0 .. T - 1 are the input, 1 .. T the targets. A token is less
@@ -147,8 +134,11 @@ class Model {
   void final_norm_forward(const FinalNormWeights& w);
   /// The logits of the piece's tokens.
   void head_forward(std::int64_t piece, const EmbeddingWeights& w);
-  /// Returns the cross entropy summed over all targets, once all pieces have given their logits.
-  /// The gradient that starts the backward pass is that of the same sum, times loss_scale.
+  /// The cross entropy summed over all targets, once all pieces have given their logits: added to
+  /// the compute's loss. The gradient that starts the backward pass is that of the same sum, times
+  /// loss_scale.
+  void add_cross_entropy(double loss_scale);
+  /// The same, at once: returns all that was added since the last time, and waits for it.
   double cross_entropy(double loss_scale = 1.0);
 
   /// Sums the pieces' parts of the gradient of the head's input.
@@ -163,34 +153,34 @@ class Model {
  private:
   // What the backward pass of a block needs again.
   struct BlockActivations {
-    std::vector<float> input;                 // [R, T, C]
-    std::vector<float> ln_1;                  // [R, T, C]
-    std::vector<float> ln_1_mean, ln_1_istd;  // [R, T]
-    std::vector<float> qkv;                   // [R, T, 3C]
-    std::vector<float> probabilities;         // [R, H, T, T]
-    std::vector<float> attention;             // [R, T, C]
-    std::vector<float> middle;                // [R, T, C], the residual stream between the halves
-    std::vector<float> ln_2;                  // [R, T, C]
-    std::vector<float> ln_2_mean, ln_2_istd;  // [R, T]
-    std::vector<float> fc;                    // [R, T, 4C], before GELU
-    std::vector<float> gelu;                  // [R, T, 4C]
+    Buffer input;                 // [R, T, C]
+    Buffer ln_1;                  // [R, T, C]
+    Buffer ln_1_mean, ln_1_istd;  // [R, T]
+    Buffer qkv;                   // [R, T, 3C]
+    Buffer probabilities;         // [R, H, T, T]
+    Buffer attention;             // [R, T, C]
+    Buffer middle;                // [R, T, C], the residual stream between the halves
+    Buffer ln_2;                  // [R, T, C]
+    Buffer ln_2_mean, ln_2_istd;  // [R, T]
+    Buffer fc;                    // [R, T, 4C], before GELU
+    Buffer gelu;                  // [R, T, 4C]
   };
 
   [[nodiscard]] std::int64_t tokens() const;  // R T
-  [[nodiscard]] std::vector<float>& block_output(std::int64_t layer);
+  [[nodiscard]] float* block_output(std::int64_t layer) const;
 
   ModelShape shape_;
-  std::int64_t max_rows_;
-  std::vector<const std::uint8_t*> rows_;
+  std::shared_ptr<Compute> compute_;
+  std::int64_t rows_ = 0;
   std::vector<BlockActivations> blocks_;
-  std::vector<float> output_;                 // [R, T, C], of the last block
-  std::vector<float> ln_f_;                   // [R, T, C]
-  std::vector<float> ln_f_mean_, ln_f_istd_;  // [R, T]
-  std::vector<float> logits_;                 // [R, T, V], then their gradient
-  std::vector<float> d_residual_;             // [R, T, C], of the residual stream
-  std::vector<float> d_narrow_;               // [R, T, C]
-  std::vector<float> d_wide_;                 // [R, T, 4C]
-  std::vector<float> d_scores_;               // [T, T]
+  Buffer output_;                 // [R, T, C], of the last block
+  Buffer ln_f_;                   // [R, T, C]
+  Buffer ln_f_mean_, ln_f_istd_;  // [R, T]
+  Buffer logits_;                 // [R, T, V], then their gradient
+  Buffer d_residual_;             // [R, T, C], of the residual stream
+  Buffer d_narrow_;               // [R, T, C]
+  Buffer d_wide_;                 // [R, T, 4C]
+  Buffer d_scores_;               // [heads at once, T, T]
 };
 
 }  // namespace gpt

@@ -209,6 +209,9 @@ std::string TimeSplit::text() const {
 std::string peak_lines(const zshard::Engine& engine, std::int64_t peak_bytes, double own,
                        int local_ranks) {
   const std::int64_t planned = engine.plan().memory_bytes();
+  // What lies on a GPU is no memory of the process.
+  const bool host = engine.options().device == zshard::DeviceKind::host;
+  const std::int64_t of_process = planned - (host ? 0 : engine.plan().arena_bytes(Tier::device));
   std::string text = fmt::format("peak of the engine's arenas on this rank: {} bytes, planned {}\n",
                                  peak_bytes, planned);
   std::ifstream status("/proc/self/status");
@@ -217,7 +220,7 @@ std::string peak_lines(const zshard::Engine& engine, std::int64_t peak_bytes, do
     text += fmt::format(
         "peak of this process, code and libraries included: {:.1f} MiB, {:.1f} planned for arenas "
         "and activations of {} rank{}\n",
-        std::stod(rest) / 1024.0, local_ranks * (static_cast<double>(planned) + own) / kMiB,
+        std::stod(rest) / 1024.0, local_ranks * (static_cast<double>(of_process) + own) / kMiB,
         local_ranks, local_ranks == 1 ? "" : "s");
   }
   return text;

@@ -50,7 +50,7 @@ class TimeSplit {
 
 /// The most memory that the engine's arenas on this rank, and that this process, have taken so far,
 /// beside what was planned for them. `peak_bytes` is that of the last step's report; `own` are the
-/// bytes of a rank's activations, `local_ranks` the ranks of this process.
+/// bytes of a rank's activations in main memory, `local_ranks` the ranks of this process.
 std::string peak_lines(const zshard::Engine& engine, std::int64_t peak_bytes, double own,
                        int local_ranks);
 

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
+
+#include "compute_loader.hpp"
 
 namespace gpt {
 
@@ -36,7 +39,8 @@ std::int64_t Trainer::largest_batch(const Config& config, const Dataset& data, i
                   validation.rows.largest_piece(world, std::max(1, validation.passes)));
 }
 
-Trainer::Trainer(const Config& config, const Dataset& data, const zshard::ProcessGroup& group)
+Trainer::Trainer(const Config& config, const Dataset& data, const zshard::ProcessGroup& group,
+                 std::shared_ptr<Compute> compute)
     : config_(config),
       data_(data),
       group_(group),
@@ -45,8 +49,9 @@ Trainer::Trainer(const Config& config, const Dataset& data, const zshard::Proces
       offsets_(config.order, config.seed, config.rows_per_step(), config.shape.context,
                static_cast<std::int64_t>(data.training().size())),
       validation_(validation_set(config, data)),
-      model_(config.shape, largest_batch(config, data, group.size())),
-      views_(spec_, config.dtype) {}
+      compute_(compute ? std::move(compute) : make_compute(config, group)),
+      model_(config.shape, largest_batch(config, data, group.size()), compute_),
+      views_(spec_, config.dtype, compute_) {}
 
 void Trainer::initialize() {
   for (std::size_t u = 0; u < spec_.units.size(); ++u) {
@@ -79,14 +84,14 @@ void Trainer::with_weights(zshard::Guard guard, std::size_t unit, Use use) {
 // Holds a unit in its forward pass while the model uses it.
 template <class Use>
 void Trainer::with_forward(std::size_t unit, Use use) {
-  with_weights(engine_.forward(spec_.unit_ids[unit]), unit, use);
+  with_weights(engine_.forward(spec_.unit_ids[unit], stream()), unit, use);
 }
 
 // Holds a unit in its backward pass while each use in turn writes or adds its gradients, and hands
 // them over.
 template <class... Uses>
 void Trainer::with_backward(std::size_t unit, Uses... uses) {
-  zshard::Guard guard = engine_.backward(spec_.unit_ids[unit]);
+  zshard::Guard guard = engine_.backward(spec_.unit_ids[unit], stream());
   const auto weights = views_.weights(guard, unit);
   zshard::GradientMode mode = guard.gradient_mode();
   const auto write = [&](auto& use) {
@@ -99,7 +104,7 @@ void Trainer::with_backward(std::size_t unit, Uses... uses) {
   guard.release();
 }
 
-double Trainer::forward_pass(double loss_scale) {
+void Trainer::forward_pass(double loss_scale) {
   const std::int64_t pieces = config_.shape.vocab_units;
   const std::int64_t layers = config_.shape.layers;
   model_.start(rows_);
@@ -113,7 +118,7 @@ double Trainer::forward_pass(double loss_scale) {
   for (std::int64_t k = 0; k < pieces; ++k) {
     with_forward(piece_unit(k), [&](auto w) { model_.head_forward(k, EmbeddingWeights(w)); });
   }
-  return model_.cross_entropy(loss_scale);
+  model_.add_cross_entropy(loss_scale);
 }
 
 void Trainer::backward_pass() {
@@ -121,7 +126,7 @@ void Trainer::backward_pass() {
   const std::int64_t layers = config_.shape.layers;
   for (std::int64_t k = pieces; k-- > 0;) {
     const std::size_t unit = piece_unit(k);
-    with_weights(engine_.recompute(spec_.unit_ids[unit]), unit,
+    with_weights(engine_.recompute(spec_.unit_ids[unit], stream()), unit,
                  [&](auto w) { model_.head_input_backward(k, EmbeddingWeights(w)); });
   }
   with_backward(block_unit(layers), [&](auto w, auto g, float beta) {
@@ -147,7 +152,6 @@ void Trainer::backward_pass() {
 StepResult Trainer::train_step(std::int64_t step) {
   const Rows all{0, config_.rows_per_step()};
   const Rows mine = all.piece(group_.rank(), group_.size());
-  double loss = 0.0;
   for (const zshard::MicroStep micro :
        engine_.micro_steps(static_cast<int>(config_.accumulation))) {
     const Rows rows = mine.piece(micro.index(), micro.count());
@@ -156,24 +160,24 @@ StepResult Trainer::train_step(std::int64_t step) {
     for (std::int64_t i = rows.first; i < rows.first + rows.count; ++i) {
       rows_.push_back(data_.training().data() + offsets_.offset(step, i));
     }
-    loss += forward_pass(micro.loss_scale());
+    forward_pass(micro.loss_scale());
     backward_pass();
   }
 
+  compute_->queue_loss();  // read after the step, which waits for the device anyway
   const auto tokens = static_cast<double>(config_.tokens_per_step());
   StepResult result;
   result.lr = learning_rate(config_, step);
   zshard::StepOptions options{.lr = result.lr, .gradient_scale = 1.0 / tokens};
   if (config_.clip > 0.0) options.clip_norm = config_.clip;
   result.report = engine_.step(options);
-  result.loss = sum_over_ranks(loss) / tokens;
+  result.loss = sum_over_ranks(compute_->take_loss()) / tokens;
   return result;
 }
 
 double Trainer::validation_loss() {
   if (validation_.passes == 0) return std::numeric_limits<double>::quiet_NaN();
   const Rows mine = validation_.rows.piece(group_.rank(), group_.size());
-  double loss = 0.0;
   for (const zshard::MicroStep pass : engine_.evaluation_passes(validation_.passes)) {
     const Rows rows = mine.piece(pass.index(), pass.count());
     if (rows.count == 0) continue;
@@ -183,9 +187,11 @@ double Trainer::validation_loss() {
       const std::int64_t window = i * validation_.windows / validation_.rows.count;
       rows_.push_back(data_.validation().data() + window * config_.shape.context);
     }
-    loss += forward_pass(1.0);
+    forward_pass(1.0);
   }
-  return sum_over_ranks(loss) / static_cast<double>(validation_.rows.count * config_.shape.context);
+  compute_->queue_loss();
+  return sum_over_ranks(compute_->take_loss()) /
+         static_cast<double>(validation_.rows.count * config_.shape.context);
 }
 
 double Trainer::sum_over_ranks(double value) const {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
+#include "compute.hpp"
 #include "config.hpp"
 #include "data.hpp"
 #include "float_views.hpp"
@@ -25,8 +27,10 @@ struct StepResult {
 /// One rank. All calls are collective.
 class Trainer {
  public:
-  /// `data` must outlive the trainer. Parameters start as zero.
-  Trainer(const Config& config, const Dataset& data, const zshard::ProcessGroup& group);
+  /// `data` must outlive the trainer. Parameters start as zero. compute: where the model runs; null
+  /// for what config.engine.device says.
+  Trainer(const Config& config, const Dataset& data, const zshard::ProcessGroup& group,
+          std::shared_ptr<Compute> compute = nullptr);
 
   /// GPT-2's initial weights, the same for every world size.
   void initialize();
@@ -36,6 +40,7 @@ class Trainer {
 
   [[nodiscard]] zshard::Engine& engine() { return engine_; }
   [[nodiscard]] const zshard::ProcessGroup& group() const { return group_; }
+  [[nodiscard]] const Compute& compute() const { return *compute_; }
 
   /// The most rows that a rank has at once, in training and in validation.
   static std::int64_t largest_batch(const Config& config, const Dataset& data, int world);
@@ -60,8 +65,9 @@ class Trainer {
   [[nodiscard]] std::size_t block_unit(std::int64_t layer) const {
     return static_cast<std::size_t>(config_.shape.vocab_units + layer);
   }
-  double forward_pass(double loss_scale);
+  void forward_pass(double loss_scale);
   void backward_pass();
+  [[nodiscard]] zshard::StreamHandle stream() const { return {compute_->stream()}; }
   /// Sums the ranks' values in rank order.
   double sum_over_ranks(double value) const;
 
@@ -72,6 +78,7 @@ class Trainer {
   zshard::Engine engine_;
   RowOffsets offsets_;
   ValidationSet validation_;
+  std::shared_ptr<Compute> compute_;
   Model model_;
   FloatViews views_;
   std::vector<const std::uint8_t*> rows_;

@@ -75,10 +75,11 @@ class Guard {
 
  private:
   friend class Engine;
-  Guard(std::shared_ptr<engine::Core> core, UnitId unit, Pass pass);
+  Guard(std::shared_ptr<engine::Core> core, UnitId unit, Pass pass, StreamHandle stream);
   std::shared_ptr<engine::Core> core_;  // an engine that goes first leaves a guard that only throws
   UnitId unit_;
   Pass pass_ = Pass::forward;
+  StreamHandle stream_;
   GradientMode mode_ = GradientMode::accumulate;
   int exceptions_ = 0;
 };

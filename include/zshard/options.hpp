@@ -36,6 +36,8 @@ struct OffloadOptions {
 /// and command line.
 struct EngineOptions {
   Stage stage = Stage::parameters;
+  DeviceKind device = DeviceKind::host;  ///< what the loop's pointers are memory of
+  int device_index = -1;  ///< of this rank's GPU; -1: its number on this machine, modulo the GPUs
   OffloadOptions offload{};
   std::optional<std::int64_t>
       gather_budget{};  ///< for gathered parameters at stage 3; unset: all units at once

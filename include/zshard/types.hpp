@@ -50,6 +50,10 @@ enum class Moments : std::uint8_t { f32, bf16, q8 };
 /// How the nvme tier talks to its files. `automatic` is io_uring where the system allows it.
 enum class IoBackendKind : std::uint8_t { automatic, io_uring, posix };
 
+/// What a rank computes on: its threads, or a GPU through the CUDA plug-in. On `cuda` parameters
+/// and gradients are device memory.
+enum class DeviceKind : std::uint8_t { host, cuda };
+
 /// Index of a unit in registration order.
 struct UnitId {
   std::int32_t value = -1;
@@ -85,6 +89,7 @@ std::string_view to_string(Accumulation accumulation);
 std::string_view to_string(Reduction reduction);
 std::string_view to_string(MasterWeights master);
 std::string_view to_string(Moments moments);
+std::string_view to_string(DeviceKind device);
 std::string_view to_string(IoBackendKind backend);  // "auto", "io_uring", "posix"
 
 }  // namespace zshard

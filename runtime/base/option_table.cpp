@@ -230,6 +230,7 @@ OptionRow row(Description description, Access access, Codec<T> codec) {
 constexpr int kMostPositions = 1 << 20;
 constexpr int kMostRanks = 1 << 20;
 constexpr int kMostThreads = 1024;
+constexpr int kMostDevices = 1023;
 constexpr int kMostBuffers = 1024;
 constexpr std::int64_t kLeastBlock = 4096;  // the alignment of direct I/O
 constexpr int kMostDepth = 4096;
@@ -250,6 +251,14 @@ std::vector<OptionRow> make_rows() {
            .help = "what is partitioned across the ranks",
            .deepspeed = {{"zero_optimization.stage", DeepspeedValue::whole}}},
           [](auto& o) -> auto& { return o.stage; }, stages()),
+      row(
+          {.name = "device", .help = "what the loop's pointers are memory of: the host, or a GPU"},
+          [](auto& o) -> auto& { return o.device; }, choice({DeviceKind::host, DeviceKind::cuda})),
+      row(
+          {.name = "device_index",
+           .unit = "GPUs",
+           .help = "of this rank's GPU; -1: the rank's number on its machine, modulo its GPUs"},
+          [](auto& o) -> auto& { return o.device_index; }, whole(-1, kMostDevices)),
       row(
           {.name = "offload.optimizer",
            .help = "where master weights and moments live",

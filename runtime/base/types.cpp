@@ -113,6 +113,16 @@ std::string_view to_string(Moments moments) {
   return kInvalid;
 }
 
+std::string_view to_string(DeviceKind device) {
+  switch (device) {
+    case DeviceKind::host:
+      return "host";
+    case DeviceKind::cuda:
+      return "cuda";
+  }
+  return kInvalid;
+}
+
 std::string_view to_string(IoBackendKind backend) {
   switch (backend) {
     case IoBackendKind::automatic:

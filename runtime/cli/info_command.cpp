@@ -1,6 +1,8 @@
 // zshard info: what was built, what can be used here, and why not.
 #include <fmt/format.h>
 
+#include <cstdlib>
+
 #include "runtime/base/build_config.hpp"
 #include "runtime/base/bytes.hpp"
 #include "runtime/cli/arguments.hpp"
@@ -8,6 +10,8 @@
 #include "runtime/cli/console.hpp"
 #include "runtime/cli/json_line.hpp"
 #include "runtime/cli/machine.hpp"
+#include "runtime/engine/accelerator.hpp"
+#include "zshard/error.hpp"
 
 namespace zshard::cli {
 namespace {
@@ -25,18 +29,44 @@ const BuildPart kParts[] = {
     {"liburing", ZSHARD_HAS_IO_URING != 0, ZSHARD_IO_URING_VERSION},
 };
 
-constexpr const char* kUnusedGpus =
-    "this version trains on host ranks only; GPUs are found and not used";
+/// What the CUDA plug-in says, or why it cannot be asked.
+struct Cuda {
+  Usable backend;
+  std::vector<engine::GpuFacts> gpus;
+  std::string driver;   // CUDA versions: what the driver serves, what the plug-in runs on
+  std::string runtime;  // "": no plug-in
+  std::string nccl;
+};
+
+Cuda probe_cuda() {
+  Cuda cuda;
+  try {
+    engine::Accelerator& accelerator = engine::accelerator();
+    cuda.runtime = accelerator.runtime_version();
+    cuda.nccl = accelerator.nccl_version();
+    cuda.driver = accelerator.driver_version();
+    cuda.gpus = accelerator.gpus();
+    cuda.backend.yes = !cuda.gpus.empty();
+    if (cuda.backend.yes) {
+      if (cuda.nccl.empty()) cuda.backend.reason = "one GPU only: the build has no NCCL";
+    } else {
+      const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+      cuda.backend.reason =
+          "the driver (CUDA " + cuda.driver + ") shows no GPU to this process" +
+          (visible == nullptr ? "" : "; CUDA_VISIBLE_DEVICES is \"" + std::string(visible) + "\"");
+    }
+  } catch (const Error& error) {
+    cuda.backend = {false, error.what()};
+  }
+  return cuda;
+}
 
 struct Facts {
   IoUring io_uring = probe_io_uring();
   Gpus gpus = probe_gpus();
+  Cuda cuda = probe_cuda();
   Cpu cpu = probe_cpu();
   MemoryFacts memory = probe_memory();
-
-  [[nodiscard]] std::string cuda_reason() const {
-    return gpus.list.empty() ? gpus.none : kUnusedGpus;
-  }
 };
 
 Json json_of(const Usable& usable) {
@@ -47,38 +77,54 @@ Json number(std::int64_t value) {
   return value < 0 ? Json(nullptr) : Json(value);
 }
 
+/// Devices as the plug-in sees them, or, where it cannot be asked, as the driver does.
+Json gpus_of(const Facts& facts) {
+  Json gpus = Json::array();
+  for (const engine::GpuFacts& gpu : facts.cuda.gpus) {
+    gpus.push_back({{"name", gpu.name},
+                    {"memory_bytes", gpu.memory_bytes},
+                    {"compute_capability", fmt::format("{}.{}", gpu.major, gpu.minor)}});
+  }
+  if (!gpus.empty()) return gpus;
+  for (const Gpu& gpu : facts.gpus.list) {
+    gpus.push_back(
+        {{"name", gpu.name}, {"memory_bytes", gpu.memory}, {"compute_capability", nullptr}});
+  }
+  return gpus;
+}
+
 Json json_of(const Facts& facts) {
   Json build = {{"compiler", ZSHARD_COMPILER}, {"type", ZSHARD_BUILD_TYPE}};
   for (const BuildPart& part : kParts) build[part.name] = or_null(part.there ? part.version : "");
-  Json gpus = Json::array();
-  for (const Gpu& gpu : facts.gpus.list) {
-    gpus.push_back({{"name", gpu.name}, {"memory_bytes", gpu.memory}});
-  }
-  return {{"version", ZSHARD_VERSION},
-          {"build", build},
-          {"backends",
-           {{"host", json_of(Usable{true, ""})},
-            {"cuda", json_of(Usable{false, facts.cuda_reason()})},
-            {"io_uring", json_of(facts.io_uring.ring)},
-            {"io_uring_registered_buffers", json_of(facts.io_uring.registered)},
-            {"posix", json_of(Usable{true, ""})}}},
-          {"io_uring_disabled", number(facts.io_uring.disabled)},
-          {"cpu",
-           {{"model", or_null(facts.cpu.model)},
-            {"cores", facts.cpu.online},
-            {"usable_cores", facts.cpu.usable},
-            {"level", facts.cpu.level},
-            {"dispatch", facts.cpu.dispatch}}},
-          {"memory",
-           {{"total_bytes", number(facts.memory.total)},
-            {"available_bytes", number(facts.memory.available)},
-            {"huge_pages", or_null(facts.memory.huge_pages)},
-            {"shared_huge_pages", or_null(facts.memory.shared_huge_pages)},
-            {"memlock_bytes", number(facts.memory.memlock)},
-            {"memlock_exempt", facts.memory.memlock_exempt}}},
-          {"gpus", gpus},
-          {"no_gpu_because", or_null(facts.gpus.none)},
-          {"cuda_driver", or_null(facts.gpus.driver)}};
+  const Json gpus = gpus_of(facts);
+  return {
+      {"version", ZSHARD_VERSION},
+      {"build", build},
+      {"backends",
+       {{"host", json_of(Usable{true, ""})},
+        {"cuda", json_of(facts.cuda.backend)},
+        {"io_uring", json_of(facts.io_uring.ring)},
+        {"io_uring_registered_buffers", json_of(facts.io_uring.registered)},
+        {"posix", json_of(Usable{true, ""})}}},
+      {"io_uring_disabled", number(facts.io_uring.disabled)},
+      {"cpu",
+       {{"model", or_null(facts.cpu.model)},
+        {"cores", facts.cpu.online},
+        {"usable_cores", facts.cpu.usable},
+        {"level", facts.cpu.level},
+        {"dispatch", facts.cpu.dispatch}}},
+      {"memory",
+       {{"total_bytes", number(facts.memory.total)},
+        {"available_bytes", number(facts.memory.available)},
+        {"huge_pages", or_null(facts.memory.huge_pages)},
+        {"shared_huge_pages", or_null(facts.memory.shared_huge_pages)},
+        {"memlock_bytes", number(facts.memory.memlock)},
+        {"memlock_exempt", facts.memory.memlock_exempt}}},
+      {"gpus", gpus},
+      {"no_gpu_because", or_null(gpus.empty() ? facts.gpus.none : "")},
+      {"cuda_driver", or_null(facts.gpus.driver.empty() ? facts.cuda.driver : facts.gpus.driver)},
+      {"cuda_runtime", or_null(facts.cuda.runtime)},
+      {"nccl", or_null(facts.cuda.nccl)}};
 }
 
 std::string size_text(std::int64_t bytes) {
@@ -107,7 +153,7 @@ std::string text_of(const Facts& facts) {
   for (const BuildPart& part : kParts) line(part.name, part.there ? part.version : "no");
   heading("usable here");
   line("host ranks", "yes");
-  line("CUDA", "no: " + facts.cuda_reason());
+  line("CUDA", text_of(facts.cuda.backend));
   line("io_uring", text_of(facts.io_uring.ring));
   line("registered buffers",
        facts.io_uring.registered.yes
@@ -126,9 +172,18 @@ std::string text_of(const Facts& facts) {
   line("memlock limit",
        (facts.memory.memlock < 0 ? "unlimited" : base::human_bytes(facts.memory.memlock)) +
            (facts.memory.memlock_exempt ? ", does not count for this process (CAP_IPC_LOCK)" : ""));
-  if (facts.gpus.list.empty()) line("GPUs", "none: " + facts.gpus.none);
-  for (const Gpu& gpu : facts.gpus.list) {
-    line("GPU", gpu.name + ", " + base::human_bytes(gpu.memory));
+  line("CUDA driver", facts.gpus.driver.empty() ? "none" : "serves CUDA " + facts.gpus.driver);
+  line("CUDA runtime", facts.cuda.runtime.empty() ? "not loaded" : facts.cuda.runtime);
+  line("NCCL", facts.cuda.nccl.empty() ? "not loaded" : facts.cuda.nccl);
+  const Json gpus = gpus_of(facts);
+  if (gpus.empty()) line("GPUs", "none: " + facts.gpus.none);
+  for (const Json& gpu : gpus) {
+    std::string about = gpu.at("name").get<std::string>() + ", " +
+                        base::human_bytes(gpu.at("memory_bytes").get<std::int64_t>());
+    if (!gpu.at("compute_capability").is_null()) {
+      about += ", compute capability " + gpu.at("compute_capability").get<std::string>();
+    }
+    line("GPU", about);
   }
   return text;
 }

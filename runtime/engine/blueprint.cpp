@@ -55,6 +55,16 @@ void check_served(const ModelSpec& spec, const Optimizer& optimizer, const Engin
     throw UsageError("offload.parameters = " + std::string(to_string(tiers.parameters)) +
                      " needs stage 3 (stage = parameters): below it parameters stay on the device");
   }
+  if (options.device != DeviceKind::host && tiers.gradients != Tier::device) {
+    refuse("device = " + std::string(to_string(options.device)) +
+           " with offload.gradients = " + std::string(to_string(tiers.gradients)));
+  }
+  if (options.device != DeviceKind::host && tiers.parameters != Tier::device &&
+      tiers.optimizer == Tier::device) {
+    throw UsageError("offload.parameters = " + std::string(to_string(tiers.parameters)) +
+                     " on a GPU needs offload.optimizer = host or nvme: the update runs where the "
+                     "state is");
+  }
   const optimizers::Rule& rule = optimizer.rule();
   rule.validate(rule.defaults());
   for (const GroupSpec& group : spec.groups()) {
@@ -69,7 +79,7 @@ Blueprint Blueprint::make(const ModelSpec& spec, const Optimizer& optimizer, int
                           const EngineOptions& options) {
   validate(options);
   check_served(spec, optimizer, options);
-  Blueprint b{spec, optimizer, options, nullptr, {}, {}, {}, {}};
+  Blueprint b{spec, optimizer, options, nullptr, {}, {}, {}, {}, {}};
   b.layout = std::make_unique<shard::Layout>(shard::Layout::make(spec, world));
   const ScheduleOptions how{options.stage, options.gather_budget, spec.hold(), options.look_ahead,
                             options.behind};
@@ -90,9 +100,13 @@ Blueprint Blueprint::make(const ModelSpec& spec, const Optimizer& optimizer, int
   tiers.offload = options.offload;
   tiers.sub_group_bytes = options.sub_group_bytes;
   tiers.slots = static_cast<int>(input.moments.size());
+  tiers.cut = options.device != DeviceKind::host && options.offload.optimizer != Tier::device;
   const auto plan = [&] {
     b.tiers = make_tier_map(*b.layout, tiers);
+    b.device = DeviceMap::make(*b.layout, b.tiers, options);
     b.plan = make_plan(*b.layout, b.training, input);
+    b.plan.add(Category::communication_staging, Tier::device, b.device.received_bytes);
+    b.plan.add(Category::io_staging, Tier::host, b.device.staging_bytes);
   };
   plan();
   if (b.tiers.optimizer && !options.offload.optimizer_nvme_bytes && options.host_budget) {
@@ -115,6 +129,7 @@ std::string Blueprint::identity() const {
     text += "option " + name + " " + value + "\n";
   };
   line("stage", std::string(to_string(options.stage)));
+  line("device", std::string(to_string(options.device)));
   line("gather_budget", options.gather_budget ? std::to_string(*options.gather_budget) : "unset");
   line("look_ahead", std::to_string(options.look_ahead));
   line("behind", std::to_string(options.behind));
@@ -302,7 +317,8 @@ void check_budgets(const Blueprint& b, int world) {
 
 void check_machine(const Blueprint& b, int ranks_here) {
   const std::int64_t available = memory::available_memory();
-  const std::int64_t wanted = b.plan.arena_bytes(Tier::device) + b.plan.arena_bytes(Tier::host);
+  std::int64_t wanted = b.plan.arena_bytes(Tier::host);
+  if (b.options.device == DeviceKind::host) wanted += b.plan.arena_bytes(Tier::device);
   if (available < 0 || wanted <= available / ranks_here) return;
   throw OutOfMemory("this machine has " + std::to_string(available) + " bytes available for " +
                     std::to_string(ranks_here) + " rank(s), the plan takes " +

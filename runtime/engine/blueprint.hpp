@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "runtime/engine/device_map.hpp"
 #include "runtime/engine/plan.hpp"
 #include "runtime/engine/schedule.hpp"
 #include "runtime/engine/tier_map.hpp"
@@ -26,6 +27,7 @@ struct Blueprint {
   Schedule training;
   Schedule evaluation;
   TierMap tiers;
+  DeviceMap device;
   MemoryPlan plan;
 
   /// Throws UsageError for what this version or the arguments cannot serve.

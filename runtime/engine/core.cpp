@@ -14,6 +14,7 @@
 
 #include "offload/io/extent_file.hpp"
 #include "runtime/base/log.hpp"
+#include "runtime/engine/accelerator.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::engine {
@@ -63,7 +64,7 @@ std::string text_of(const std::exception_ptr& cause) {
 
 Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
            const EngineOptions& options)
-    : blueprint_{spec, optimizer, options, nullptr, {}, {}, {}, {}},
+    : blueprint_{spec, optimizer, options, nullptr, {}, {}, {}, {}, {}},
       group_(group.implementation()),
       rank_(group.rank()),
       world_(group.size()),
@@ -129,7 +130,9 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
   attempt([&] {
     pool_ = std::make_unique<kernels::Pool>(
         kernels::kernel_threads(options.threads, group_->ranks_here()));
-    storage_ = std::make_unique<Storage>(blueprint_, *group_);
+    if (options.device != DeviceKind::host) open_device();
+    storage_ = std::make_unique<Storage>(blueprint_, *group_,
+                                         parts_ == nullptr ? nullptr : parts_->device.get());
     if (blueprint_.tiers.uses_store()) make_store();
     board = group_->make_board_memory(4 * DataPlane::queue_capacity(blueprint_),
                                       DataPlane::vote_bytes(blueprint_));
@@ -234,6 +237,45 @@ void Core::make_store() {
   disk_failures_.resize(static_cast<std::size_t>(world_));
 }
 
+void Core::open_device() {
+  Accelerator& cuda = accelerator();
+  const auto gpus = static_cast<int>(cuda.gpus().size());
+  if (gpus == 0) throw DeviceError("device = cuda: no GPU is visible; see `zshard info`");
+  const int wanted = blueprint_.options.device_index;
+  if (wanted >= gpus) {
+    throw UsageError("option device_index: " + std::to_string(wanted) + ", but there are " +
+                     std::to_string(gpus) + " GPUs");
+  }
+  parts_ = std::make_unique<DeviceParts>();
+  // All ranks are on this machine.
+  parts_->device = cuda.open(wanted >= 0 ? wanted : rank_ % gpus, rank_);
+  parts_->kernels = cuda.make_kernels(*parts_->device);
+  parts_->update = cuda.make_update(*parts_->device);
+  std::int64_t free_bytes = 0;
+  std::int64_t total = 0;
+  parts_->device->memory(free_bytes, total);
+  const std::int64_t planned = blueprint_.plan.arena_bytes(Tier::device);
+  if (planned > free_bytes) {
+    throw OutOfMemory(parts_->device->name() + " has " + std::to_string(free_bytes) +
+                      " bytes free of " + std::to_string(total) + ", the plan takes " +
+                      std::to_string(planned) + ".\n" + blueprint_.plan.to_string() +
+                      "device_budget names the cheapest change that fits.");
+  }
+  if (rank_ == 0 && world_ > 1) {
+    for (comm::CommunicatorId& id : ids_) id = cuda.make_id();
+  }
+}
+
+void Core::make_communicators() {
+  if (world_ == 1) return;
+  group_->broadcast({comm::Operation::construct, 0, sizeof ids_, 2}, ids_.data());
+  std::unique_ptr<comm::Communicator>* made[] = {&parts_->gather, &parts_->reduce};
+  for (std::size_t k = 0; k < ids_.size(); ++k) {
+    *made[k] = accelerator().make_communicator(*parts_->device, ids_[k], rank_, world_,
+                                               blueprint_.options.deadline_seconds);
+  }
+}
+
 MemoryPlan Core::ledger() const {
   MemoryPlan ledger = storage_->ledger();
   if (store_ == nullptr) return ledger;
@@ -255,8 +297,16 @@ void Core::construct(std::shared_ptr<memory::Arena> board) {
                          DataPlane::vote_bytes(blueprint_)),
       blueprint_.options.deadline_seconds,
       [this](const comm::PackedSignature& s) { return DataPlane::describe(blueprint_, s); });
-  plane_ =
-      std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, *pool_, store_.get(), rank_);
+  if (parts_ == nullptr) {
+    plane_ =
+        std::make_unique<DataPlane>(blueprint_, *storage_, *endpoint_, *pool_, store_.get(), rank_);
+  } else {
+    make_communicators();
+    auto plane = std::make_unique<DevicePlane>(blueprint_, *storage_, *endpoint_, *pool_,
+                                               store_.get(), *group_, *parts_);
+    device_plane_ = plane.get();
+    plane_ = std::move(plane);
+  }
   cursor_ = std::make_unique<Cursor>(&blueprint_.training, &blueprint_.evaluation,
                                      blueprint_.options.accumulation == Accumulation::reduced,
                                      static_cast<CursorSink*>(this));
@@ -298,6 +348,7 @@ void Core::close() noexcept {
   } catch (...) {
     poison_ = std::current_exception();
   }
+  device_plane_ = nullptr;
   plane_.reset();
   endpoint_.reset();
   windows_.reset();
@@ -400,6 +451,7 @@ void Core::begin_micro_steps(int n) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   guarded([&] { cursor_->micro_steps(n); });
+  plane_->expect_squares();
   if (windows_ != nullptr) windows_->forget();  // reductions may write accumulators
 }
 
@@ -416,7 +468,7 @@ bool Core::next_micro_step() {
     const bool more = cursor_->next_micro_step();
     if (!more && blueprint_.options.poison_slots && !cursor_->in_range()) {
       plane_->drain();
-      storage_->poison_gather_arena();
+      plane_->fill(storage_->gather_arena(), 0xFF);
     }
     return more;
   });
@@ -440,13 +492,15 @@ MicroStep Core::micro_step() const {
 
 // -- positions --
 
-GradientMode Core::acquire(UnitId unit, Pass pass) {
+GradientMode Core::acquire(UnitId unit, Pass pass, StreamHandle stream) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   return guarded([&] {
     fresh_gradient_ = false;
+    OnStream call(device_plane_, stream, false);
     cursor_->acquire(unit, pass);
+    call.end();
     GradientMode& mode = modes_[static_cast<std::size_t>(unit.value)];
     if (pass == Pass::backward) {
       mode = fresh_gradient_ ? blueprint_.options.gradient_mode : GradientMode::accumulate;
@@ -461,7 +515,7 @@ GradientMode Core::acquire(UnitId unit, Pass pass) {
   });
 }
 
-void Core::commit(UnitId unit) {
+void Core::commit(UnitId unit, StreamHandle stream) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
@@ -472,7 +526,9 @@ void Core::commit(UnitId unit) {
                      "; commit between acquire and release of its backward pass");
   }
   guarded([&] {
+    OnStream call(device_plane_, stream, true);
     cursor_->commit(unit);
+    call.end();
     // The end of the backward pass leaves the disk idle.
     if (stream_ != nullptr && !prefetched_ && cursor_->micro() + 1 == cursor_->n()) {
       prefetch_state();
@@ -480,12 +536,14 @@ void Core::commit(UnitId unit) {
   });
 }
 
-void Core::release(UnitId unit, Pass pass) {
+void Core::release(UnitId unit, Pass pass, StreamHandle stream) {
   const std::lock_guard<CallMutex> lock(mutex_);
   check_poison();
   check_unit(unit);
   guarded([&] {
+    OnStream call(device_plane_, stream, true);
     cursor_->release(unit, pass);
+    call.end();
     if (cursor_->held(unit)) {
       fresh_gradient_ = false;
       bind(unit);
@@ -496,9 +554,9 @@ void Core::release(UnitId unit, Pass pass) {
   });
 }
 
-void Core::release_quietly(UnitId unit, Pass pass) noexcept {
+void Core::release_quietly(UnitId unit, Pass pass, StreamHandle stream) noexcept {
   try {
-    release(unit, pass);
+    release(unit, pass, stream);
   } catch (...) {
     // A destructor cannot throw: the next call does.
     const std::exception_ptr cause = std::current_exception();
@@ -670,8 +728,8 @@ void Core::use(std::int32_t position, std::int32_t /*micro*/) {
   fresh_gradient_ = true;
   const bool zero = blueprint_.options.gradient_mode == GradientMode::accumulate;
   if (zero || blueprint_.options.poison_slots) {
-    std::memset(storage_->gradients(at.unit.value), zero ? 0 : 0xFF,
-                static_cast<std::size_t>(bytes));
+    plane_->fill({storage_->gradients(at.unit.value), static_cast<std::size_t>(bytes)},
+                 zero ? 0 : 0xFF);
   }
 }
 

@@ -3,6 +3,7 @@
 // for them while it holds it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -23,6 +24,7 @@
 #include "runtime/engine/blueprint.hpp"
 #include "runtime/engine/cursor.hpp"
 #include "runtime/engine/data_plane.hpp"
+#include "runtime/engine/device_plane.hpp"
 #include "runtime/engine/disk_window.hpp"
 #include "runtime/engine/state_stream.hpp"
 #include "runtime/engine/storage.hpp"
@@ -76,9 +78,10 @@ class Core final : private CursorSink {
   bool next_micro_step();
   void finish_evaluation();
   [[nodiscard]] MicroStep micro_step() const;
-  GradientMode acquire(UnitId unit, Pass pass);
-  void commit(UnitId unit);
-  void release(UnitId unit, Pass pass);
+  /// stream: the caller's, of a device rank.
+  GradientMode acquire(UnitId unit, Pass pass, StreamHandle stream);
+  void commit(UnitId unit, StreamHandle stream);
+  void release(UnitId unit, Pass pass, StreamHandle stream);
   void skip(UnitId unit);
   [[nodiscard]] void* pointer(ParameterId id) const;
   [[nodiscard]] void* gradient(ParameterId id) const;
@@ -119,7 +122,7 @@ class Core final : private CursorSink {
   /// False in a forked child: nothing here may be used or destroyed then.
   [[nodiscard]] bool here() const noexcept { return mutex_.here(); }
   /// Releases on behalf of a destructor: errors are kept for the next call.
-  void release_quietly(UnitId unit, Pass pass) noexcept;
+  void release_quietly(UnitId unit, Pass pass, StreamHandle stream) noexcept;
 
  private:
   // A bound pointer pair; offsets in elements of the segment.
@@ -159,6 +162,27 @@ class Core final : private CursorSink {
   void released(std::int32_t position) override;
 
   void construct(std::shared_ptr<memory::Arena> board);
+  void open_device();
+  void make_communicators();
+  /// A call of the user's on a stream of a device rank, while it lives.
+  class OnStream {
+   public:
+    OnStream(DevicePlane* plane, StreamHandle stream, bool hands_over) : plane_(plane) {
+      if (plane_ != nullptr) plane_->enter({stream.handle}, hands_over);
+    }
+    ~OnStream() {
+      if (plane_ != nullptr) plane_->left();
+    }
+    OnStream(const OnStream&) = delete;
+    OnStream& operator=(const OnStream&) = delete;
+    /// The call succeeded.
+    void end() {
+      if (plane_ != nullptr) plane_->leave();
+    }
+
+   private:
+    DevicePlane* plane_;
+  };
   [[nodiscard]] offload::StoreOptions store_options() const;
   void make_store();
   /// Writes the endpoint's report to a file, once, where log_dir asks for it.
@@ -181,10 +205,30 @@ class Core final : private CursorSink {
   void resolve(const StepOptions& options, double* lr);
   [[nodiscard]] std::uint64_t hash_arguments(double unscale, const StepOptions& options);
   void order_updates(std::span<const char> touched);
+  /// The unit's sub-groups, in update order.
+  template <class Body>
+  void each_group(std::int32_t unit, Body&& body) const;
   void prefetch_state();
   void update_all(float factor);
   void update_unit(std::int32_t unit, float factor, int half);
   void update_group(std::int32_t group, float factor, int half);
+  /// The group's place in memory: gradient, parameter, [master] and slots, from its first element.
+  struct GroupMemory {
+    const float* gradient = nullptr;
+    std::byte* parameter = nullptr;
+    float* state[1 + optimizers::kMaxSlots] = {};
+  };
+  /// buffer: that its pieces on disk were read into; null leaves them out.
+  [[nodiscard]] GroupMemory memory_of(const SubGroup& g, std::byte* buffer, int half) const;
+  /// For each parameter of the group, the elements of it that this rank updates, counted within
+  /// what the rank updates of the segment.
+  template <class Body>
+  void each_range(const SubGroup& g, Body&& body) const;
+  void update_on_device(const SubGroup& g, const GroupMemory& at, float factor);
+  void update_on_host(const SubGroup& g, const GroupMemory& at, float factor, bool zero_padding);
+  /// Brings the group's gradient and parameter to the host, and starts to bring the next ones.
+  /// Returns their buffer.
+  int bring_group(std::int32_t group, int half);
   void finish_step(StepReport& report);
   void fill_report_totals(StepReport& report);
 
@@ -213,6 +257,7 @@ class Core final : private CursorSink {
     std::int64_t offset = -1;     // in the store
     std::int64_t run = 0;         // elements that follow one another from here on
   };
+  [[nodiscard]] bool on_device(const Location& at, Tensor tensor) const;
   [[nodiscard]] Spot spot(int r, const Location& at, Tensor tensor, std::int64_t element) const;
   [[nodiscard]] Tensor state_of(const Location& at, const std::string& slot,
                                 const std::string& name) const;
@@ -234,12 +279,15 @@ class Core final : private CursorSink {
   int rank_;
   int world_;
   std::unique_ptr<kernels::Pool> pool_;
+  std::unique_ptr<DeviceParts> parts_;         // null on a host rank
+  std::array<comm::CommunicatorId, 2> ids_{};  // rank 0's
   std::unique_ptr<Storage> storage_;
   std::unique_ptr<offload::Store> store_;  // the fields up to here outlive its transfers
   std::unique_ptr<StateStream> stream_;
   std::unique_ptr<DiskWindows> windows_;
   std::unique_ptr<comm::Endpoint> endpoint_;
   std::unique_ptr<DataPlane> plane_;
+  DevicePlane* device_plane_ = nullptr;  // plane_, on a device rank
   std::unique_ptr<Cursor> cursor_;
 
   mutable CallMutex mutex_;
@@ -264,6 +312,9 @@ class Core final : private CursorSink {
   std::vector<std::int32_t> order_;           // touched units in update order
   std::vector<std::int32_t> streamed_;        // their sub-groups on disk, likewise
   bool prefetched_ = false;                   // for the coming step
+  std::vector<std::int32_t> staged_;          // groups that a device rank updates on the host
+  std::size_t staged_next_ = 0;               // the next one to be updated
+  std::size_t staged_brought_ = 0;            // the next one to be brought
   std::vector<std::uint32_t> disk_failures_;  // per rank, of the last agree_on_disks()
   std::exception_ptr interrupted_;            // the I/O error that resume_step() has to make good
   StepReport interrupted_report_;

@@ -127,6 +127,20 @@ Core::Spot Core::spot(int r, const Location& at, Tensor tensor, std::int64_t ele
           g.first + g.count - element};
 }
 
+bool Core::on_device(const Location& at, Tensor tensor) const {
+  if (device_plane_ == nullptr) return false;
+  const OffloadOptions& tiers = blueprint_.options.offload;
+  switch (tensor.content) {
+    case Content::parameter:
+      return storage_->replicated(at.unit, at.segment) || tiers.parameters == Tier::device;
+    case Content::gradient:
+      return tiers.gradients == Tier::device;
+    case Content::state:
+      return tiers.optimizer == Tier::device;
+  }
+  return false;
+}
+
 template <class Body>
 void Core::change(const Location& at, Tensor tensor, std::int64_t lo, std::int64_t hi,
                   Body&& body) {
@@ -135,6 +149,14 @@ void Core::change(const Location& at, Tensor tensor, std::int64_t lo, std::int64
     const Spot place = spot(rank_, at, tensor, lo);
     std::int64_t count = std::min(place.run, hi - lo);
     std::byte* memory = place.memory;
+    if (memory != nullptr && on_device(at, tensor)) {
+      count = std::min(count, DeviceMap::kWindowBytes / item);
+      std::byte* window = device_plane_->window(0);
+      body(window, lo, count);
+      device_plane_->copy_now(memory, window, count * item);
+      lo += count;
+      continue;
+    }
     if (memory == nullptr) {
       count = std::min(count, DiskWindows::kMostBytes / item);
       memory = windows_->access(place.offset, count * item, true);
@@ -167,8 +189,20 @@ std::exception_ptr Core::visit(int r, const Location& at, Tensor tensor, std::in
                                std::int64_t hi, comm::Operation operation, Body&& body) {
   const std::int64_t item = tensor.content == Content::parameter ? size_of(at.layout->dtype) : 4;
   while (lo < hi) {
-    const Spot place = spot(r, at, tensor, lo);
+    const bool device = on_device(at, tensor);
+    const Spot place = spot(device ? rank_ : r, at, tensor, lo);
     std::int64_t count = std::min(place.run, hi - lo);
+    if (place.memory != nullptr && device) {  // a peer's has no address here
+      count = std::min(count, DeviceMap::kWindowBytes / item);
+      std::byte* window = device_plane_->window(1);
+      if (r == rank_) device_plane_->copy_now(window, place.memory, count * item);
+      group_->broadcast(
+          {operation, r, static_cast<std::uint64_t>(count * item), static_cast<std::uint64_t>(lo)},
+          window);
+      body(window, lo, count);
+      lo += count;
+      continue;
+    }
     if (place.memory != nullptr) {
       body(place.memory, lo, count);
       lo += count;
@@ -323,7 +357,10 @@ void Core::write(Content content, const std::string& name, const std::string& sl
     } catch (const IoError&) {
       failure = std::current_exception();
     }
-    if (content == Content::gradient) cursor_->touch(UnitId{at.unit});
+    if (content == Content::gradient) {
+      cursor_->touch(UnitId{at.unit});
+      plane_->forget_squares();
+    }
     finish_change(comm::Operation::write, tag + 1, failure);
   });
 }
@@ -417,8 +454,9 @@ void Core::initialize(UnitId unit, const Initializer& fill) {
       const shard::Segment& seg = layout.segments[static_cast<std::size_t>(s)];
       if (!storage_->replicated(u, s) || seg.padded == 0) continue;
       std::byte* full = storage_->full(rank_, u, s);
+      if (device_plane_ != nullptr) device_plane_->gather_copies(u, s);
       for (int r = 0; r < world_; ++r) {
-        if (r == rank_) continue;
+        if (r == rank_ || device_plane_ != nullptr) continue;
         std::memcpy(full + r * seg.shard_bytes(), storage_->shard(r, u, s),
                     static_cast<std::size_t>(seg.shard_bytes()));
       }

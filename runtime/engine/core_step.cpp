@@ -47,6 +47,7 @@ void Core::prepare_hyper_classes() {
   constants_.resize(classes_.size());
   argument_words_.reserve(classes_.size() * 6 + 3);
   order_.reserve(spec.units().size());
+  if (parts_ != nullptr) staged_.reserve(blueprint_.tiers.groups.size());
 }
 
 void Core::order_updates(std::span<const char> touched) {
@@ -63,11 +64,18 @@ void Core::order_updates(std::span<const char> touched) {
   }
   if (stream_ == nullptr) return;
   for (const std::int32_t u : order_) {
-    const TierMap::Unit& unit = blueprint_.tiers.units[static_cast<std::size_t>(u)];
-    for (std::int32_t k = 0; k < unit.groups; ++k) {
-      const std::int32_t g = unit.first_group + (descending ? unit.groups - 1 - k : k);
+    each_group(u, [&](std::int32_t g) {
       if (blueprint_.tiers.groups[static_cast<std::size_t>(g)].on_disk()) streamed_.push_back(g);
-    }
+    });
+  }
+}
+
+template <class Body>
+void Core::each_group(std::int32_t u, Body&& body) const {
+  const TierMap::Unit& unit = blueprint_.tiers.units[static_cast<std::size_t>(u)];
+  const bool descending = cursor_->step_count() % 2 != 0;
+  for (std::int32_t k = 0; k < unit.groups; ++k) {
+    body(unit.first_group + (descending ? unit.groups - 1 - k : k));
   }
 }
 
@@ -203,8 +211,8 @@ StepReport Core::resume_step() {
 void Core::finish_step(StepReport& report) {
   guarded([&] {
     plane_->drain();
-    storage_->clear_local();
-    if (blueprint_.options.poison_slots) storage_->poison_gather_arena();
+    plane_->fill(storage_->local_buffers(), 0);
+    if (blueprint_.options.poison_slots) plane_->fill(storage_->gather_arena(), 0xFF);
     cursor_->end_step(!report.skipped);
   });
   prefetched_ = false;
@@ -239,7 +247,16 @@ void Core::update_all(float factor) {
       stream_->settle();
     }
   };
-  bool lost = false;  // gradients that a gone peer has on its disk
+  bool lost = false;  // gradients that a gone peer has on its disk or device
+  if (device_plane_ != nullptr) {
+    staged_.clear();
+    staged_next_ = 0;
+    staged_brought_ = 0;
+    for (const std::int32_t u : order_) {
+      each_group(u, [&](std::int32_t g) { staged_.push_back(g); });
+    }
+    device_plane_->begin_update();
+  }
   if (blueprint_.options.stage == Stage::replicated) {
     const auto gather = [&](std::size_t k) {
       half_ = static_cast<int>(k % 2);
@@ -252,11 +269,11 @@ void Core::update_all(float factor) {
     for (std::size_t k = 0; k < order_.size(); ++k) {
       if (k + 1 < order_.size()) with_peers([&] { gather(k + 1); });
       ++arrived;
-      with_peers([&] { plane_->wait(Queue::gather, arrived); });
+      with_peers([&] { plane_->wait_for_update(Queue::gather, arrived); });
       const int half = static_cast<int>(k % 2);
       if (cause != nullptr) {
         plane_->stop();
-        if (blueprint_.tiers.gradients) {
+        if (blueprint_.tiers.gradients || device_plane_ != nullptr) {
           lost = true;
           break;
         }
@@ -278,6 +295,7 @@ void Core::update_all(float factor) {
     }
     with_peers([&] { plane_->drain(); });
   }
+  if (device_plane_ != nullptr) with_peers([&] { device_plane_->end_update(); });
   const auto check_peers = [&] {
     if (endpoint_->failed()) throw CommError(endpoint_->failure());
   };
@@ -323,105 +341,189 @@ void Core::update_all(float factor) {
 }
 
 void Core::update_unit(std::int32_t u, float factor, int half) {
-  const TierMap::Unit& unit = blueprint_.tiers.units[static_cast<std::size_t>(u)];
-  const bool descending = cursor_->step_count() % 2 != 0;
-  for (std::int32_t k = 0; k < unit.groups; ++k) {
-    update_group(unit.first_group + (descending ? unit.groups - 1 - k : k), factor, half);
-  }
+  each_group(u, [&](std::int32_t g) { update_group(g, factor, half); });
 }
 
 void Core::update_group(std::int32_t index, float factor, int half) {
   const SubGroup& g = blueprint_.tiers.groups[static_cast<std::size_t>(index)];
   if (stream_ != nullptr && stream_->updated(index)) return;  // before the interruption
   std::byte* buffer = g.on_disk() ? stream_->fetch(index) : nullptr;
-  const auto start = std::chrono::steady_clock::now();
-  const bool replicated = blueprint_.options.stage == Stage::replicated;
-  const optimizers::Rule& rule = blueprint_.optimizer.rule();
-  const std::int64_t step = cursor_->step_count() + 1;
-  const auto slots = static_cast<int>(rule.slots().size());
-  const std::int32_t u = g.unit;
-  const std::int32_t s = g.segment;
-  const shard::Segment& seg =
-      blueprint_.layout->units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
-  const std::int64_t item = size_of(seg.dtype);
-  const bool narrow = seg.dtype != DType::f32;
-  // Addresses of the group's first element.
-  std::byte* stored = nullptr;
-  if (g.parameter_bytes != 0) {
-    stored = buffer + g.state_bytes;
-  } else {
-    stored =
-        (replicated ? storage_->full(rank_, u, s) : storage_->shard(rank_, u, s)) + g.first * item;
+  GroupMemory at = memory_of(g, buffer, half);
+  if (device_plane_ != nullptr && !blueprint_.device.staged) {
+    update_on_device(g, at, factor);
+    return;
   }
-  const float* gradient = nullptr;
-  if (g.gradient_bytes != 0) {
-    gradient = reinterpret_cast<const float*>(buffer + g.state_bytes + g.parameter_bytes);
-  } else {
-    gradient = (replicated ? storage_->gathered_gradient(half, u, s)
-                           : storage_->accumulator(rank_, u, s)) +
-               g.first;
-  }
-  float* state[1 + optimizers::kMaxSlots] = {};
-  for (int part = 0; part < slots + (narrow ? 1 : 0); ++part) {
-    const int slot = part - (narrow ? 1 : 0);
-    if (g.state >= 0) {
-      state[part] = reinterpret_cast<float*>(buffer) + part * g.count;
-    } else {
-      state[part] =
-          (slot < 0 ? storage_->master(rank_, u, s) : storage_->state(rank_, u, s, slot)) + g.first;
-    }
-  }
-  const std::int64_t chunk = narrow ? std::min(g.count, kPublishChunk) : g.count;
-  const std::int64_t begin = storage_->state_begin(u, s) + g.first;
-  const std::int64_t end = begin + g.count;
   // Padding of parameters is zero; what a buffer only writes has it from here.
-  const bool zero_padding = g.parameter_bytes != 0 && !g.reads_parameter;
-  std::int64_t filled = begin;
-  const auto zero_to = [&](std::int64_t to) {
-    if (zero_padding && to > filled) {
-      std::memset(stored + (filled - begin) * item, 0,
-                  static_cast<std::size_t>((to - filled) * item));
+  bool zero_padding = g.parameter_bytes != 0 && !g.reads_parameter;
+  const shard::Segment& seg = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
+                                  .segments[static_cast<std::size_t>(g.segment)];
+  std::byte* home = nullptr;  // on the device
+  int staging = 0;
+  if (device_plane_ != nullptr) {
+    staging = bring_group(index, half);
+    at.gradient = device_plane_->staged_gradient(staging);
+    if (on_device({g.unit, g.segment, &seg, nullptr}, {Content::parameter, 0})) {
+      home = at.parameter;
+      at.parameter = device_plane_->staged_parameter(staging);
+      zero_padding = seg.dtype != DType::f32;
     }
-  };
-  const auto ends_before = [](const shard::Placed& p, std::int64_t element) {
-    return p.start + p.count <= element;
-  };
-  for (auto p = std::lower_bound(seg.placed.begin(), seg.placed.end(), begin, ends_before);
-       p != seg.placed.end() && p->start < end; ++p) {
-    const shard::Range all = storage_->updated(u, s, *p);
-    const shard::Range range{std::max(all.lo, begin), std::min(all.hi, end)};
-    if (range.empty()) continue;
-    zero_to(range.lo);
-    filled = range.hi;
-    const optimizers::Constants& constants = constants_[static_cast<std::size_t>(
-        class_of_[static_cast<std::size_t>(p->parameter.value)])];
-    pool_->split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
-        const std::int64_t at = lo - begin;
-        optimizers::Elements e;
-        e.count = std::min(chunk, range.lo + last - lo);
-        e.parameter = (narrow ? state[0] : reinterpret_cast<float*>(stored)) + at;
-        for (int k = 0; k < slots; ++k) e.slots[k] = state[k + (narrow ? 1 : 0)] + at;
-        e.gradient = gradient + at;
-        e.factor = factor;
-        for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
-        if (narrow) kernels::narrow(e.parameter, seg.dtype, stored + at * item, e.count);
-      }
-    });
   }
-  if (zero_padding) {
-    zero_to(end);
-    std::memset(stored + g.count * item, 0,
-                static_cast<std::size_t>(g.parameter_bytes - g.count * item));
+  const auto start = std::chrono::steady_clock::now();
+  update_on_host(g, at, factor, zero_padding);
+  if (g.parameter_bytes > g.count * size_of(seg.dtype) && zero_padding) {
+    std::memset(at.parameter + g.count * size_of(seg.dtype), 0,
+                static_cast<std::size_t>(g.parameter_bytes - g.count * size_of(seg.dtype)));
   }
   update_seconds_ +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (home != nullptr) device_plane_->send(staging, home, g.count * size_of(seg.dtype));
   if (stream_ == nullptr) return;
   if (g.on_disk()) {
     stream_->publish(index);
   } else {
     stream_->set_done(index);
   }
+}
+
+Core::GroupMemory Core::memory_of(const SubGroup& g, std::byte* buffer, int half) const {
+  const bool replicated = blueprint_.options.stage == Stage::replicated;
+  const std::int32_t u = g.unit;
+  const std::int32_t s = g.segment;
+  const shard::Segment& seg =
+      blueprint_.layout->units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
+  GroupMemory at;
+  if (g.parameter_bytes != 0 && buffer != nullptr) {
+    at.parameter = buffer + g.state_bytes;
+  } else if (g.parameter_bytes == 0) {
+    at.parameter = (replicated ? storage_->full(rank_, u, s) : storage_->shard(rank_, u, s)) +
+                   g.first * size_of(seg.dtype);
+  }
+  if (g.gradient_bytes != 0) {
+    at.gradient = reinterpret_cast<const float*>(buffer + g.state_bytes + g.parameter_bytes);
+  } else {
+    at.gradient = (replicated ? storage_->gathered_gradient(half, u, s)
+                              : storage_->accumulator(rank_, u, s)) +
+                  g.first;
+  }
+  const int masters = seg.dtype != DType::f32 ? 1 : 0;
+  const auto slots = static_cast<int>(blueprint_.optimizer.rule().slots().size());
+  for (int part = 0; part < slots + masters; ++part) {
+    const int slot = part - masters;
+    if (g.state >= 0 && buffer == nullptr) continue;
+    if (g.state >= 0) {
+      at.state[part] = reinterpret_cast<float*>(buffer) + part * g.count;
+    } else {
+      at.state[part] =
+          (slot < 0 ? storage_->master(rank_, u, s) : storage_->state(rank_, u, s, slot)) + g.first;
+    }
+  }
+  return at;
+}
+
+template <class Body>
+void Core::each_range(const SubGroup& g, Body&& body) const {
+  const shard::Segment& seg = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
+                                  .segments[static_cast<std::size_t>(g.segment)];
+  const std::int64_t begin = storage_->state_begin(g.unit, g.segment) + g.first;
+  const std::int64_t end = begin + g.count;
+  const auto ends_before = [](const shard::Placed& p, std::int64_t element) {
+    return p.start + p.count <= element;
+  };
+  for (auto p = std::lower_bound(seg.placed.begin(), seg.placed.end(), begin, ends_before);
+       p != seg.placed.end() && p->start < end; ++p) {
+    const shard::Range all = storage_->updated(g.unit, g.segment, *p);
+    const shard::Range range{std::max(all.lo, begin) - begin, std::min(all.hi, end) - begin};
+    if (range.empty()) continue;
+    body(range, constants_[static_cast<std::size_t>(
+                    class_of_[static_cast<std::size_t>(p->parameter.value)])]);
+  }
+}
+
+void Core::update_on_device(const SubGroup& g, const GroupMemory& at, float factor) {
+  const DType dtype = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
+                          .segments[static_cast<std::size_t>(g.segment)]
+                          .dtype;
+  const bool narrow = dtype != DType::f32;
+  const optimizers::Rule& rule = blueprint_.optimizer.rule();
+  const auto slots = static_cast<int>(rule.slots().size());
+  const std::int64_t step = cursor_->step_count() + 1;
+  each_range(g, [&](shard::Range range, const optimizers::Constants& constants) {
+    optimizers::Elements e;
+    e.count = range.count();
+    e.parameter = (narrow ? at.state[0] : reinterpret_cast<float*>(at.parameter)) + range.lo;
+    for (int k = 0; k < slots; ++k) e.slots[k] = at.state[k + (narrow ? 1 : 0)] + range.lo;
+    e.gradient = at.gradient + range.lo;
+    e.factor = factor;
+    device_plane_->update(rule, e, constants, step);
+    if (narrow) {
+      device_plane_->publish(e.parameter, dtype, at.parameter + range.lo * size_of(dtype), e.count);
+    }
+  });
+}
+
+void Core::update_on_host(const SubGroup& g, const GroupMemory& at, float factor,
+                          bool zero_padding) {
+  const DType dtype = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
+                          .segments[static_cast<std::size_t>(g.segment)]
+                          .dtype;
+  const std::int64_t item = size_of(dtype);
+  const bool narrow = dtype != DType::f32;
+  const optimizers::Rule& rule = blueprint_.optimizer.rule();
+  const auto slots = static_cast<int>(rule.slots().size());
+  const std::int64_t step = cursor_->step_count() + 1;
+  const std::int64_t chunk = narrow ? std::min(g.count, kPublishChunk) : g.count;
+  std::int64_t filled = 0;
+  const auto zero_to = [&](std::int64_t to) {
+    if (zero_padding && to > filled) {
+      std::memset(at.parameter + filled * item, 0, static_cast<std::size_t>((to - filled) * item));
+    }
+  };
+  each_range(g, [&](shard::Range range, const optimizers::Constants& constants) {
+    zero_to(range.lo);
+    filled = range.hi;
+    pool_->split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
+        optimizers::Elements e;
+        e.count = std::min(chunk, range.lo + last - lo);
+        e.parameter = (narrow ? at.state[0] : reinterpret_cast<float*>(at.parameter)) + lo;
+        for (int k = 0; k < slots; ++k) e.slots[k] = at.state[k + (narrow ? 1 : 0)] + lo;
+        e.gradient = at.gradient + lo;
+        e.factor = factor;
+        for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
+        if (narrow) kernels::narrow(e.parameter, dtype, at.parameter + lo * item, e.count);
+      }
+    });
+  });
+  zero_to(g.count);
+}
+
+int Core::bring_group(std::int32_t index, int half) {
+  const auto bring = [&](std::size_t k) {
+    const SubGroup& g = blueprint_.tiers.groups[static_cast<std::size_t>(staged_[k])];
+    const GroupMemory at = memory_of(g, nullptr, half);
+    const shard::Segment& seg = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
+                                    .segments[static_cast<std::size_t>(g.segment)];
+    // A 16-bit parameter is made from its master.
+    const bool reads = seg.dtype == DType::f32 &&
+                       on_device({g.unit, g.segment, &seg, nullptr}, {Content::parameter, 0});
+    device_plane_->bring(static_cast<int>(k % DeviceMap::kBuffers), at.gradient, g.count,
+                         at.parameter, reads ? 4 * g.count : 0);
+  };
+  while (staged_[staged_next_] != index) ++staged_next_;
+  staged_brought_ = std::max(staged_brought_, staged_next_);
+  const auto unit_of = [&](std::size_t k) {
+    return blueprint_.tiers.groups[static_cast<std::size_t>(staged_[k])].unit;
+  };
+  const std::size_t end = std::min(staged_.size(), staged_next_ + DeviceMap::kBuffers - 1);
+  // At stage 0 the gradients of the next unit may still be on their way.
+  const bool whole = blueprint_.options.stage == Stage::replicated;
+  for (; staged_brought_ < end; ++staged_brought_) {
+    if (whole && unit_of(staged_brought_) != unit_of(staged_next_)) break;
+    bring(staged_brought_);
+  }
+  const auto buffer = static_cast<int>(staged_next_++ % DeviceMap::kBuffers);
+  device_plane_->arrived(buffer);
+  return buffer;
 }
 
 void Core::fill_report_totals(StepReport& report) {

@@ -35,7 +35,8 @@ class Timer {
   std::chrono::steady_clock::time_point start_;
 };
 
-constexpr int kMostRanks = 1024;  // of a group
+constexpr int kMostRanks = 1024;                            // of a group
+constexpr std::int64_t kPiece = 8 * kernels::kSquareBlock;  // elements; stay in the cache
 
 constexpr std::uint64_t field(std::uint64_t value, int shift) {
   return value << shift;
@@ -99,6 +100,7 @@ DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::E
       local_(blueprint.options.accumulation == Accumulation::local),
       ballot_(vote_bytes(blueprint)),
       segments_(static_cast<std::size_t>(world_)) {
+  block_starts_ = block_starts(layout_, rank_);
   vote_.touched.assign(layout_.units().size(), 0);
   if (tiers_.parameters) {
     ring_ = std::make_unique<ParameterRing>(tiers_, storage_, *store_, rank_);
@@ -121,9 +123,11 @@ DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::E
   std::uint64_t seed = static_cast<std::uint64_t>(rank) * 2 + 1;
   for (Lane* lane : {&gather_, &reduce_}) {
     lane->ring.resize(2 * capacity);
-    lane->stream = options.inline_queues ? device::make_inline_stream()
-                                         : device::make_thread_stream(
-                                               capacity, options.test_delay_microseconds, seed++);
+    // On a device the streams are the queues.
+    const bool inline_queues = options.inline_queues || options.device != DeviceKind::host;
+    lane->stream = inline_queues ? device::make_inline_stream()
+                                 : device::make_thread_stream(
+                                       capacity, options.test_delay_microseconds, seed++);
   }
 }
 
@@ -144,7 +148,12 @@ void DataPlane::append(Queue queue, const Signature& signature, const Work& work
 void DataPlane::issue(const Signature& signature, const Item& item, bool contributes) {
   const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(item.unit)];
   const bool gather = item.kind == ItemKind::gather;
-  Work work{item, signature.sequence, contributes, 0, local_ || signature.micro == 0};
+  Work work{item,
+            signature.sequence,
+            contributes,
+            0,
+            local_ || signature.micro == 0,
+            local_ || signature.micro + 1 == signature.n};
   if (gather && ring_ != nullptr) foresee(signature, work);
   append(gather ? Queue::gather : Queue::reduce, signature, work,
          gather ? unit.gather_bytes : unit.gradient_bytes);
@@ -164,7 +173,7 @@ void DataPlane::foresee(const Signature& signature, Work& work) {
 }
 
 void DataPlane::issue_step_gather(const Signature& signature, const Item& item, int half) {
-  append(Queue::gather, signature, Work{item, signature.sequence, true, half, false},
+  append(Queue::gather, signature, Work{item, signature.sequence, true, half, false, false},
          layout_.units()[static_cast<std::size_t>(item.unit)].gradient_bytes);
 }
 
@@ -456,7 +465,7 @@ void DataPlane::reduce(const Work& work) {
   if (tiers_.gradients) take_accumulators(slot_);
   for (std::size_t s = 0; s < unit.segments.size(); ++s) {
     if (unit.segments[s].trained()) {
-      reduce_segment(u, static_cast<std::int32_t>(s), work.first_of_step);
+      reduce_segment(u, static_cast<std::int32_t>(s), work);
     }
   }
   if (tiers_.gradients) write_accumulators(slot_);
@@ -466,7 +475,7 @@ void DataPlane::reduce(const Work& work) {
   }
 }
 
-void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, bool first_of_step) {
+void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, const Work& work) {
   const shard::Segment& seg =
       layout_.units()[static_cast<std::size_t>(u)].segments[static_cast<std::size_t>(s)];
   DType dtype = seg.dtype;
@@ -489,18 +498,27 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, bool first_of_ste
   }
   float* accumulator =
       tiers_.gradients ? staged_accumulator(slot_, rank_, u, s) : storage_.accumulator(rank_, u, s);
-  for (const shard::Placed& p : seg.placed) {
-    const shard::Range own = seg.owned(p, rank_);
+  for (std::size_t k = 0; k < seg.placed.size(); ++k) {
+    const shard::Range own = seg.owned(seg.placed[k], rank_);
     if (own.empty()) continue;
-    pool_.split(own.count(), 1024, [&](std::int64_t first, std::int64_t last) {
+    double* blocks = storage_.square_blocks() + block_start(u, static_cast<std::size_t>(s), k);
+    pool_.split(own.count(), kPiece, [&](std::int64_t first, std::int64_t last) {
       const void* sources[kMostRanks];
-      for (std::size_t r = 0; r < segments_.size(); ++r) {
-        sources[r] =
-            segments_[r] == nullptr ? nullptr : segments_[r] + (own.lo + first) * size_of(dtype);
+      // Piece by piece: what was summed is squared while it is in the cache.
+      for (std::int64_t lo = first; lo < last; lo += kPiece) {
+        const std::int64_t count = std::min(kPiece, last - lo);
+        for (std::size_t r = 0; r < segments_.size(); ++r) {
+          sources[r] =
+              segments_[r] == nullptr ? nullptr : segments_[r] + (own.lo + lo) * size_of(dtype);
+        }
+        float* sums = accumulator + own.lo + lo - rank_ * seg.shard;
+        kernels::reduce_add(sources, world_, dtype, dtype, blueprint_.options.reduction_group, sums,
+                            count, work.first_of_step);
+        if (!work.last_of_step) continue;
+        const kernels::Squares found =
+            kernels::block_squares(sums, count, blocks + lo / kernels::kSquareBlock);
+        if (found.non_finite != 0) squares_known_.store(false, std::memory_order_relaxed);
       }
-      kernels::reduce_add(sources, world_, dtype, dtype, blueprint_.options.reduction_group,
-                          accumulator + own.lo + first - rank_ * seg.shard, last - first,
-                          first_of_step);
     });
     traffic_.reduced_bytes.fetch_add(own.count() * size_of(dtype) * world_,
                                      std::memory_order_relaxed);
@@ -508,7 +526,6 @@ void DataPlane::reduce_segment(std::int32_t u, std::int32_t s, bool first_of_ste
 }
 
 RankSquares DataPlane::squares_from_disk() {
-  flush_gradients();
   // The next unit is read while the present one is summed.
   std::size_t next = 0;
   const auto start = [&] {
@@ -532,21 +549,30 @@ RankSquares DataPlane::squares_from_disk() {
   return squares;
 }
 
+RankSquares DataPlane::squares() {
+  if (tiers_.gradients) flush_gradients();  // a disk that fails shall do so before the vote
+  if (squares_known_.exchange(false)) {
+    return sum_blocks(layout_, rank_, storage_.square_blocks());
+  }
+  if (tiers_.gradients) return squares_from_disk();
+  return rank_squares(layout_, rank_, storage_.square_blocks(), pool_,
+                      [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); });
+}
+
+void DataPlane::fill(std::span<std::byte> memory, int value) {
+  if (!memory.empty()) std::memset(memory.data(), value, memory.size());
+}
+
 void DataPlane::issue_vote(const Signature& signature, std::span<const char> touched,
                            std::uint64_t arguments) {
-  const Ballot ballot{
-      tiers_.gradients
-          ? squares_from_disk()
-          : rank_squares(layout_, rank_, storage_.square_blocks(), pool_,
-                         [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); }),
-      arguments};
+  const Ballot ballot{squares(), arguments};
   std::memset(ballot_.data(), 0, ballot_.size());
   std::memcpy(ballot_.data(), &ballot, sizeof ballot);
   for (std::size_t u = 0; u < touched.size(); ++u) {
     if (touched[u]) ballot_[sizeof ballot + u / 8] |= static_cast<std::byte>(1U << (u % 8));
   }
   append(Queue::reduce, signature,
-         Work{{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0, false},
+         Work{{ItemKind::vote, -1, -1, -1, -1}, signature.sequence, true, 0, false, false},
          static_cast<std::int64_t>(ballot_.size()));
 }
 

@@ -1,5 +1,6 @@
 // Executes the collectives that the cursor issues, in order, on two queues: gathers and reductions.
 // Knows addresses and sums, not positions or guards. What waits for what is the cursor's affair.
+// This class is the plane of host ranks; DevicePlane overrides what touches memory.
 #pragma once
 
 #include <atomic>
@@ -41,7 +42,7 @@ class DataPlane {
   /// store: what the blueprint's tier map has on disk; null if that is nothing.
   DataPlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
             kernels::Pool& pool, offload::Store* store, int rank);
-  ~DataPlane();
+  virtual ~DataPlane();
   DataPlane(const DataPlane&) = delete;
   DataPlane& operator=(const DataPlane&) = delete;
 
@@ -50,7 +51,7 @@ class DataPlane {
   /// reduced.
   void issue(const Signature& signature, const Item& item, bool contributes);
   /// Adds the unit's gradient to its fp32 buffer (accumulation `local`), on the calling thread.
-  void accumulate_locally(std::int32_t unit);
+  virtual void accumulate_locally(std::int32_t unit);
   /// Computes this rank's square sums and appends the vote. arguments: hash of the step's
   /// arguments, compared.
   void issue_vote(const Signature& signature, std::span<const char> touched,
@@ -61,14 +62,22 @@ class DataPlane {
   /// (stage 0).
   void issue_step_gather(const Signature& signature, const Item& item, int half);
 
-  void wait(Queue queue, std::uint64_t count);
+  virtual void wait(Queue queue, std::uint64_t count);
+  /// The same, before an update of the step reads what arrived.
+  virtual void wait_for_update(Queue queue, std::uint64_t count) { wait(queue, count); }
   /// The caller goes on: what it issued runs beside it from now on.
   void kick();
   /// Everything that was issued.
   void drain();
   [[nodiscard]] std::uint64_t issued(Queue queue) const;
   /// After a failure: waits until the queues' threads no longer touch memory.
-  void stop();
+  virtual void stop();
+  /// Sets bytes of this rank's arenas, in the order of the calling thread.
+  virtual void fill(std::span<std::byte> memory, int value);
+  /// The last reductions of the range that begins leave the square sums of the vote.
+  void expect_squares() { squares_known_ = true; }
+  /// A gradient was changed after its last reduction.
+  void forget_squares() { squares_known_ = false; }
   /// Waits until accumulators that were written to disk are there. Throws IoError.
   void flush_gradients();
   /// Reads without meeting: after a failure behind the vote, when peers' gradients are final but a
@@ -87,17 +96,20 @@ class DataPlane {
   /// Tasks a queue may hold: more than the collectives of two micro-steps.
   static std::uint64_t queue_capacity(const Blueprint& blueprint);
 
- private:
+ protected:
   struct Work {
     Item item;
     std::uint64_t sequence = 0;
     bool contributes = false;
     int half = 0;
     bool first_of_step = false;  // a reduction that sets the accumulators instead of adding to them
+    bool last_of_step = false;   // one behind which they are final
     // A gather from disk: the gathers that follow it for certain.
     std::span<const std::int32_t> upcoming{};
     std::span<const std::int32_t> later{};
   };
+
+ private:
   /// Accumulators of one unit, in staging memory.
   struct AccumulatorSlot {
     std::int32_t unit = -1;
@@ -110,6 +122,23 @@ class DataPlane {
     std::uint64_t count = 0;
   };
   void append(Queue queue, const Signature& signature, const Work& work, std::int64_t bytes);
+
+ protected:
+  virtual void any_gather(const Work& work);  // of one of the three kinds
+  virtual void reduce(const Work& work);
+  virtual void exchange_votes(const Work& work);
+  /// Square sums of this rank's accumulators.
+  virtual RankSquares squares();
+  [[nodiscard]] std::int64_t block_start(std::int32_t u, std::size_t s, std::size_t placed) const {
+    return block_starts_[static_cast<std::size_t>(u)][s][placed];
+  }
+  virtual void copy_gradients(std::int32_t unit, int half);
+  void add_traffic(std::int64_t gathered, std::int64_t reduced) {
+    traffic_.gathered_bytes.fetch_add(gathered, std::memory_order_relaxed);
+    traffic_.reduced_bytes.fetch_add(reduced, std::memory_order_relaxed);
+  }
+
+ private:
   /// A gradient buffer of the step, at stage 0 with accumulators on disk.
   struct Half {
     bool complete = true;
@@ -121,22 +150,19 @@ class DataPlane {
   void with_disk(Body&& body);
   static void run_gather(void* object, std::uint64_t index);
   static void run_reduce(void* object, std::uint64_t index);
-  void any_gather(const Work& work);  // of one of the three kinds
   void gather(const Work& work);
   void step_gather(const Work& work);
   void copy(void* target, const void* source, std::int64_t bytes);
-  void copy_gradients(std::int32_t unit, int half);
-  void reduce(const Work& work);
   void prepare_contribution(std::int32_t unit);
-  void reduce_segment(std::int32_t unit, std::int32_t s, bool first_of_step);
+  void reduce_segment(std::int32_t unit, std::int32_t s, const Work& work);
   void foresee(const Signature& signature, Work& work);
   [[nodiscard]] float* staged_accumulator(int slot, int r, std::int32_t unit, int s) const;
   RankSquares squares_from_disk();
   void read_accumulators(int slot, std::int32_t unit);
   void take_accumulators(int slot);
   void write_accumulators(int slot);
-  void exchange_votes(const Work& work);
 
+ protected:
   const Blueprint& blueprint_;
   const Storage& storage_;
   comm::Endpoint& endpoint_;
@@ -147,10 +173,15 @@ class DataPlane {
   int rank_;
   int world_;
   bool local_;
+  std::unique_ptr<ParameterRing> ring_;  // parameters on disk
+  // Square sums of the gradients follow their last reduction while they are in the cache.
+  BlockStarts block_starts_;
+  std::atomic<bool> squares_known_{false};  // of a whole step, all elements finite
+
+ private:
   Vote vote_;
   std::vector<std::byte> ballot_;           // this rank's, written before the task is appended
   std::vector<const std::byte*> segments_;  // per rank, of the segment being reduced
-  std::unique_ptr<ParameterRing> ring_;     // parameters on disk
   // Units of the gathers of a micro-step: training, evaluation; the first one, later ones.
   std::vector<std::int32_t> gather_order_[2][2];
   std::uint64_t foreseen_range_ = 0;

@@ -12,13 +12,18 @@ namespace zshard {
 
 // -- Guard --
 
-Guard::Guard(std::shared_ptr<engine::Core> core, UnitId unit, Pass pass)
-    : core_(std::move(core)), unit_(unit), pass_(pass), exceptions_(std::uncaught_exceptions()) {}
+Guard::Guard(std::shared_ptr<engine::Core> core, UnitId unit, Pass pass, StreamHandle stream)
+    : core_(std::move(core)),
+      unit_(unit),
+      pass_(pass),
+      stream_(stream),
+      exceptions_(std::uncaught_exceptions()) {}
 
 Guard::Guard(Guard&& other) noexcept
     : core_(std::exchange(other.core_, nullptr)),
       unit_(other.unit_),
       pass_(other.pass_),
+      stream_(other.stream_),
       mode_(other.mode_),
       exceptions_(other.exceptions_) {}
 
@@ -28,6 +33,7 @@ Guard& Guard::operator=(Guard&& other) noexcept {
     core_ = std::exchange(other.core_, nullptr);
     unit_ = other.unit_;
     pass_ = other.pass_;
+    stream_ = other.stream_;
     mode_ = other.mode_;
     exceptions_ = other.exceptions_;
   }
@@ -40,7 +46,7 @@ Guard::~Guard() {
     core_->abandon("a " + std::string(to_string(pass_)) + " guard of unit " +
                    core_->blueprint().spec.units()[static_cast<std::size_t>(unit_.value)].name);
   }
-  core_->release_quietly(unit_, pass_);
+  core_->release_quietly(unit_, pass_, stream_);
 }
 
 void* Guard::pointer(ParameterId parameter) const {
@@ -69,13 +75,13 @@ GradientMode Guard::gradient_mode() const {
 void Guard::commit() {
   if (core_ == nullptr) throw UsageError("commit() of a guard that holds nothing");
   if (pass_ != Pass::backward) throw UsageError("commit() of a guard that is not backward");
-  core_->commit(unit_);
+  core_->commit(unit_, stream_);
 }
 
 void Guard::release() {
   if (core_ == nullptr) throw UsageError("release() of a guard that holds nothing");
   const std::shared_ptr<engine::Core> core = std::exchange(core_, nullptr);
-  core->release(unit_, pass_);
+  core->release(unit_, pass_, stream_);
 }
 
 // -- MicroSteps --
@@ -150,21 +156,21 @@ Guard Engine::backward(UnitId unit, StreamHandle stream) {
 }
 
 Guard Engine::guard(UnitId unit, Pass pass, StreamHandle stream) {
-  Guard guard(nullptr, unit, pass);
+  Guard guard(nullptr, unit, pass, stream);
   guard.mode_ = acquire(unit, pass, stream);
   guard.core_ = core_;
   return guard;
 }
 
-GradientMode Engine::acquire(UnitId unit, Pass pass, StreamHandle /*host: the caller's thread*/) {
-  return core_->acquire(unit, pass);
+GradientMode Engine::acquire(UnitId unit, Pass pass, StreamHandle stream) {
+  return core_->acquire(unit, pass, stream);
 }
 
-void Engine::commit(UnitId unit, StreamHandle /*host*/) {
-  core_->commit(unit);
+void Engine::commit(UnitId unit, StreamHandle stream) {
+  core_->commit(unit, stream);
 }
-void Engine::release(UnitId unit, Pass pass, StreamHandle /*host*/) {
-  core_->release(unit, pass);
+void Engine::release(UnitId unit, Pass pass, StreamHandle stream) {
+  core_->release(unit, pass, stream);
 }
 void Engine::skip(UnitId unit) {
   core_->skip(unit);

@@ -21,8 +21,11 @@ constexpr Category kShared[] = {Category::parameters,
 
 }  // namespace
 
-Storage::Storage(const Blueprint& blueprint, comm::Group& group)
-    : blueprint_(blueprint), rank_(group.rank()), world_(blueprint.layout->world()) {
+Storage::Storage(const Blueprint& blueprint, comm::Group& group, device::Device* device)
+    : blueprint_(blueprint),
+      rank_(group.rank()),
+      world_(blueprint.layout->world()),
+      device_(device) {
   for (int c = 0; c < kCategories; ++c) {
     const auto category = static_cast<Category>(c);
     for (const Tier tier : {Tier::device, Tier::host}) {
@@ -32,24 +35,48 @@ Storage::Storage(const Blueprint& blueprint, comm::Group& group)
   }
   place();
   std::int64_t shared = 0;
-  for (const Category category : kShared) {
-    slice_[static_cast<std::size_t>(category)] = shared;
-    shared += memory::round_to_arena(taken_[static_cast<std::size_t>(category)]);
+  for (int c = 0; c < kCategories; ++c) {
+    const auto at = static_cast<std::size_t>(c);
+    if (on_device(c)) {
+      slice_[at] = device_bytes_;
+      device_bytes_ += memory::round_to_arena(taken_[at]);
+    } else if (shown(c)) {
+      slice_[at] = shared;
+      shared += memory::round_to_arena(taken_[at]);
+    }
   }
   shared_ = group.make_arena(shared);
-  for (const Category category : kShared) {
-    const auto c = static_cast<std::size_t>(category);
-    if (taken_[c] != 0) bases_[c][static_cast<std::size_t>(rank_)] = shared_->data() + slice_[c];
+  if (device_ != nullptr) {
+    device_memory_ = device_->allocate(device_bytes_);
+    if (device_->pin(shared_->data(), shared_->reserved())) pinned_bytes_ = shared_->reserved();
   }
   for (int c = 0; c < kCategories; ++c) {
     const auto at = static_cast<std::size_t>(c);
-    if (std::find(std::begin(kShared), std::end(kShared), static_cast<Category>(c)) !=
-        std::end(kShared)) {
-      continue;
+    std::byte*& base = bases_[at][static_cast<std::size_t>(rank_)];
+    if (on_device(c)) {
+      if (taken_[at] != 0) base = device_memory_ + slice_[at];
+    } else if (shown(c)) {
+      if (taken_[at] != 0) base = shared_->data() + slice_[at];
+    } else {
+      arenas_[at] = memory::Arena::make(taken_[at]);
+      base = arenas_[at]->data();
     }
-    arenas_[at] = memory::Arena::make(taken_[at]);
-    bases_[at][static_cast<std::size_t>(rank_)] = arenas_[at]->data();
   }
+}
+
+Storage::~Storage() {
+  if (device_ == nullptr) return;
+  if (pinned_bytes_ != 0) device_->unpin(shared_->data(), pinned_bytes_);
+  device_->free_memory(device_memory_);
+}
+
+bool Storage::on_device(int category) const {
+  return device_ != nullptr && tiers_[static_cast<std::size_t>(category)] == Tier::device;
+}
+
+bool Storage::shown(int category) const {
+  return std::find(std::begin(kShared), std::end(kShared), static_cast<Category>(category)) !=
+         std::end(kShared);
 }
 
 void Storage::place() {
@@ -131,9 +158,11 @@ void Storage::place() {
   take(Category::communication_staging, wire);
   gathered_begin_ = wire;
   if (stage == Stage::replicated) take(Category::communication_staging, 2 * gathered_bytes_);
+  received_begin_ = end[static_cast<std::size_t>(Category::communication_staging)];
+  take(Category::communication_staging, blueprint_.device.received_bytes);
   take(Category::gather_slots, blueprint_.gather_arena());
   take(Category::gradient_slots, blueprint_.training.gradient_arena);
-  take(Category::io_staging, tiers.staging_bytes);
+  take(Category::io_staging, tiers.staging_bytes + blueprint_.device.staging_bytes);
   std::int64_t blocks = 0;
   for (int r = 0; r < world_; ++r) blocks = std::max(blocks, count_blocks(layout, r));
   take(Category::square_sum_blocks, 8 * blocks);
@@ -155,7 +184,7 @@ void Storage::share(comm::Group& group) {
   peers_ = group.share(shared_);
   for (const Category category : kShared) {
     const auto c = static_cast<std::size_t>(category);
-    if (taken_[c] == 0) continue;
+    if (taken_[c] == 0 || on_device(static_cast<int>(category))) continue;
     for (std::size_t r = 0; r < peers_.size(); ++r) bases_[c][r] = peers_[r]->data() + slice_[c];
   }
 }
@@ -171,7 +200,7 @@ MemoryPlan Storage::ledger() const {
 }
 
 std::int64_t Storage::reserved_bytes() const {
-  std::int64_t sum = shared_->reserved();
+  std::int64_t sum = shared_->reserved() + device_bytes_;
   for (const auto& arena : arenas_) sum += arena ? arena->reserved() : 0;
   return sum;
 }
@@ -259,16 +288,21 @@ shard::Range Storage::updated(int u, int s, const shard::Placed& p) const {
       .owned(p, rank_);
 }
 
-void Storage::clear_local() {
-  if (local_bytes_ == 0) return;
-  std::memset(base(Category::gradients, rank_) + local_begin_, 0,
-              static_cast<std::size_t>(local_bytes_));
+std::span<std::byte> Storage::local_buffers() const {
+  if (local_bytes_ == 0) return {};
+  return {base(Category::gradients, rank_) + local_begin_, static_cast<std::size_t>(local_bytes_)};
 }
 
-void Storage::poison_gather_arena() {
-  const std::int64_t bytes = blueprint_.gather_arena();
-  if (bytes != 0)
-    std::memset(base(Category::gather_slots, rank_), 0xFF, static_cast<std::size_t>(bytes));
+std::span<std::byte> Storage::gather_arena() const {
+  return {base(Category::gather_slots, rank_), static_cast<std::size_t>(blueprint_.gather_arena())};
+}
+
+std::byte* Storage::received() const {
+  return base(Category::communication_staging, rank_) + received_begin_;
+}
+
+std::byte* Storage::device_staging(std::int64_t offset) const {
+  return base(Category::io_staging, rank_) + offset;
 }
 
 }  // namespace zshard::engine

@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "runtime/comm/group.hpp"
+#include "runtime/device/device.hpp"
 #include "runtime/engine/blueprint.hpp"
 #include "runtime/memory/arena.hpp"
 
@@ -17,8 +19,12 @@ namespace zshard::engine {
 
 class Storage {
  public:
-  /// Allocates; touches nothing of peers. Throws OutOfMemory.
-  Storage(const Blueprint& blueprint, comm::Group& group);
+  /// Allocates; touches nothing of peers. device: where the tier device is, null on a host rank;
+  /// peers' memory there has no address. Throws OutOfMemory.
+  Storage(const Blueprint& blueprint, comm::Group& group, device::Device* device);
+  ~Storage();
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
   /// Collective: maps the peers' arenas. Their memory stays valid as long as this object lives.
   void share(comm::Group& group);
 
@@ -57,11 +63,15 @@ class Storage {
   /// Elements of a parameter that this rank updates: all at stage 0, else the owned ones.
   [[nodiscard]] shard::Range updated(int u, int s, const shard::Placed& p) const;
 
-  /// The fp32 buffers of accumulation `local`. Accumulators need none: a step's first reduction
-  /// sets them.
-  void clear_local();
-  /// Fills with 0xFF, a NaN in every dtype: reads of stale memory show.
-  void poison_gather_arena();
+  /// The fp32 buffers of accumulation `local`, to be cleared after a step. Accumulators need none:
+  /// a step's first reduction sets them.
+  [[nodiscard]] std::span<std::byte> local_buffers() const;
+  /// To be filled with 0xFF, a NaN in every dtype: reads of stale memory show.
+  [[nodiscard]] std::span<std::byte> gather_arena() const;
+  /// Staging memory of a device rank beside the communicator's; offsets are those of the device
+  /// map.
+  [[nodiscard]] std::byte* received() const;
+  [[nodiscard]] std::byte* device_staging(std::int64_t offset) const;
 
  private:
   struct SegmentPlace {
@@ -83,6 +93,8 @@ class Storage {
     return bases_[static_cast<std::size_t>(category)][static_cast<std::size_t>(r)];
   }
   void place();
+  [[nodiscard]] bool on_device(int category) const;
+  [[nodiscard]] bool shown(int category) const;  // to peers
   void verify(Category category, std::int64_t end) const;
 
   const Blueprint& blueprint_;
@@ -95,12 +107,17 @@ class Storage {
   std::int64_t local_bytes_ = 0;
   std::int64_t gathered_begin_ = 0;
   std::int64_t gathered_bytes_ = 0;
+  std::int64_t received_begin_ = 0;
   std::array<Tier, kCategories> tiers_{};
   std::array<std::int64_t, kCategories> taken_{};  // bytes really placed
   // What peers must see is one memory, so that one descriptor a rank is passed; slices of it are
   // the categories' arenas.
   std::array<std::int64_t, kCategories> slice_{};
   std::shared_ptr<memory::Arena> shared_;
+  device::Device* device_;
+  std::byte* device_memory_ = nullptr;  // one allocation, cut like shared_
+  std::int64_t device_bytes_ = 0;
+  std::int64_t pinned_bytes_ = 0;  // of shared_
   std::vector<std::shared_ptr<memory::Arena>> peers_;
   std::array<std::shared_ptr<memory::Arena>, kCategories> arenas_;  // the others
   std::array<std::vector<std::byte*>, kCategories> bases_;

@@ -137,7 +137,7 @@ class Builder {
         }
         moved += sent;
         unit.segments[s].kept = std::min(elements, kept * most);
-        const bool cut = segment_on_disk(unit.segments[s], seg, elements);
+        const bool cut = moves(unit.segments[s], seg, elements);
         const std::int64_t each_group = cut ? most : elements;
         for (std::int64_t first = 0; first < elements; first += each_group) {
           add_group(static_cast<std::int32_t>(u), static_cast<std::int32_t>(s), seg, first,
@@ -148,10 +148,11 @@ class Builder {
     }
   }
 
-  /// Whether the step moves anything of it from or to disk; else it is one group.
-  [[nodiscard]] bool segment_on_disk(const TierMap::Segment& segment, const shard::Segment& seg,
-                                     std::int64_t elements) const {
-    return segment.parameter >= 0 || (segment.gradient >= 0 && input_.stage != Stage::replicated) ||
+  /// Whether the step moves anything of it; else it is one group.
+  [[nodiscard]] bool moves(const TierMap::Segment& segment, const shard::Segment& seg,
+                           std::int64_t elements) const {
+    return input_.cut || segment.parameter >= 0 ||
+           (segment.gradient >= 0 && input_.stage != Stage::replicated) ||
            (segment.kept < elements && parts_of(seg, input_.slots) != 0);
   }
 

@@ -98,7 +98,8 @@ struct TierInput {
   Stage stage = Stage::parameters;
   OffloadOptions offload;
   std::int64_t sub_group_bytes = 0;
-  int slots = 0;  // fp32 state slots of the optimizer
+  int slots = 0;     // fp32 state slots of the optimizer
+  bool cut = false;  // into sub-groups also what is in memory
   /// Bytes of optimizer state that may stay in memory, with the optimizer tier nvme; unset: what
   /// OffloadOptions::optimizer_nvme_bytes leaves.
   std::optional<std::int64_t> kept_bytes;

@@ -6,6 +6,13 @@
 #include "runtime/kernels/kernels.hpp"
 
 namespace zshard::engine {
+namespace {
+
+std::int64_t blocks_of(std::int64_t elements) {
+  return (elements + kernels::kSquareBlock - 1) / kernels::kSquareBlock;
+}
+
+}  // namespace
 
 bool offends_before(const RankSquares& a, const RankSquares& b) {
   if (a.non_finite == 0 || b.non_finite == 0) return a.non_finite != 0;
@@ -22,6 +29,37 @@ void combine(RankSquares& total, const RankSquares& rank) {
   total.sum += rank.sum;
   total.non_finite += rank.non_finite;
   total.blocks += rank.blocks;
+}
+
+BlockStarts block_starts(const shard::Layout& layout, int rank) {
+  BlockStarts starts(layout.units().size());
+  std::int64_t next = 0;
+  for (std::size_t u = 0; u < starts.size(); ++u) {
+    for (const shard::Segment& seg : layout.units()[u].segments) {
+      std::vector<std::int64_t>& of = starts[u].emplace_back();
+      for (const shard::Placed& p : seg.placed) {
+        of.push_back(next);
+        if (seg.trained()) next += blocks_of(seg.owned(p, rank).count());
+      }
+    }
+  }
+  return starts;
+}
+
+RankSquares sum_blocks(const shard::Layout& layout, int rank, const double* blocks) {
+  RankSquares result;
+  for (const shard::UnitLayout& unit : layout.units()) {
+    double of_unit = 0.0;
+    for (const shard::Segment& seg : unit.segments) {
+      if (!seg.trained()) continue;
+      for (const shard::Placed& p : seg.placed) {
+        const std::int64_t end = result.blocks + blocks_of(seg.owned(p, rank).count());
+        while (result.blocks < end) of_unit += blocks[result.blocks++];
+      }
+    }
+    result.sum += of_unit;
+  }
+  return result;
 }
 
 namespace detail {

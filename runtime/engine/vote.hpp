@@ -32,6 +32,13 @@ template <class Accumulator>
 RankSquares rank_squares(const shard::Layout& layout, int rank, double* blocks, kernels::Pool& pool,
                          Accumulator&& accumulator);
 
+/// Where each parameter's blocks begin among those of a rank: [unit][segment][placed].
+using BlockStarts = std::vector<std::vector<std::vector<std::int64_t>>>;
+BlockStarts block_starts(const shard::Layout& layout, int rank);
+
+/// What rank_squares gives where every element is finite, from blocks that were summed before.
+RankSquares sum_blocks(const shard::Layout& layout, int rank, const double* blocks);
+
 /// Folds one rank's result into the total; call in rank order, starting from a default RankSquares.
 void combine(RankSquares& total, const RankSquares& rank);
 

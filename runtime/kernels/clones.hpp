@@ -12,6 +12,10 @@
 #define ZSHARD_CLONES
 #endif
 
-// For what a clone calls: inlined, it is compiled for the clone's machine. No copy of it with
-// another machine's instructions can be left for the linker to pick.
+// For what a clone or a GPU's kernel calls. Inlined, it is compiled for the caller's machine: no
+// copy of it with another machine's instructions can be left for the linker to pick.
+#if defined(__CUDACC__)
+#define ZSHARD_INLINE __host__ __device__ __forceinline__
+#else
 #define ZSHARD_INLINE inline __attribute__((always_inline))
+#endif

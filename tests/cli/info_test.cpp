@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <filesystem>
+#include <utility>
 
 #include "runtime/base/build_config.hpp"
 #include "tests/cli/program.hpp"
@@ -55,15 +57,84 @@ TEST(Info, FactsAreThoseOfTheMachine) {
 TEST(Info, GpusOrTheReason) {
   const nlohmann::json said = info();
   EXPECT_EQ(said.at("gpus").empty(), !said.at("no_gpu_because").is_null());
+  const nlohmann::json cuda = said.at("backends").at("cuda");
+  if (cuda.at("usable").get<bool>()) {
+    EXPECT_FALSE(said.at("cuda_runtime").is_null());
+    EXPECT_FALSE(said.at("cuda_driver").is_null());
+    for (const nlohmann::json& gpu : said.at("gpus")) {
+      EXPECT_FALSE(gpu.at("name").get<std::string>().empty());
+      EXPECT_GT(gpu.at("memory_bytes").get<std::int64_t>(), std::int64_t{1} << 28);
+      EXPECT_NE(gpu.at("compute_capability").get<std::string>().find('.'), std::string::npos);
+    }
+    return;
+  }
+  const auto reason = cuda.at("reason").get<std::string>();
+  bool known = false;
+  for (const char* text :
+       {"this build of zshard has no CUDA", "the CUDA plug-in is missing", "cannot be loaded",
+        "there is no NVIDIA driver", "driver is too old", "shows no GPU to this process"}) {
+    known = known || reason.find(text) != std::string::npos;
+  }
+  EXPECT_TRUE(known) << reason;
+}
+
+// What the plug-in needs is not asked for by the programs: they start where none of it is.
+TEST(Info, ProgramsNeedNoCuda) {
+  for (const char* name : {"zshard", "gpt"}) {
+    const std::string program = (std::filesystem::path(tool()).parent_path() / name).string();
+    if (!std::filesystem::exists(program)) continue;
+    Children children(kToolSeconds);
+    const Ending end = children.wait(children.start({"ldd", program}, {}));
+    ASSERT_EQ(end.code(), 0) << end.text();
+    EXPECT_NE(end.output.find("libstdc++"), std::string::npos) << end.output;
+    for (const char* library : {"libcuda", "libnccl", "libzshard_cuda"}) {
+      EXPECT_EQ(end.output.find(library), std::string::npos) << program << ": " << end.output;
+    }
+  }
+}
+
+/// What a copy of the tool says with a file in the plug-in's place.
+nlohmann::json info_beside(const std::string& file) {
+  const Directory directory;
+  std::filesystem::copy_file(tool(), directory.file("zshard"));
+  std::filesystem::copy_file(file, directory.file("libzshard_cuda.so"));
+  Children children(kToolSeconds);
+  const Ending end =
+      children.wait(children.start({directory.file("zshard"), "info", "--json"}, {}));
+  EXPECT_EQ(end.code(), 0) << end.text();
+  return end.said().at("backends").at("cuda");
+}
+
+TEST(Info, PluginThatCannotBeUsedIsSaidWithTheReason) {
+  if (ZSHARD_HAS_CUDA == 0) GTEST_SKIP() << "no CUDA in this build: no plug-in is looked for";
+  const std::string fixtures = ZSHARD_BINARY_DIR "/lib/fixtures/libzshard_fixture_";
+  const Directory directory;
+  for (const auto& [file, text] :
+       {std::pair{fixtures + "orphan.so",
+                  "libzshard_fixture_absent.so: cannot open shared object file"},
+        std::pair{fixtures + "foreign.so", "belongs to another build of zshard"},
+        std::pair{fixtures + "hollow.so", "lacks zshard_cuda_abi"},
+        std::pair{directory.write("text", std::string(200, '.')), "invalid ELF header"}}) {
+    const nlohmann::json cuda = info_beside(file);
+    EXPECT_FALSE(cuda.at("usable").get<bool>());
+    EXPECT_NE(cuda.at("reason").get<std::string>().find(text), std::string::npos) << cuda;
+  }
+}
+
+// With every GPU hidden, or without a driver, the versions of what was loaded are told all the
+// same.
+TEST(Info, LoadedVersionsAreToldWithoutAGpu) {
+  const std::string plugin = ZSHARD_BINARY_DIR "/lib/libzshard_cuda.so";
+  if (!std::filesystem::exists(plugin)) GTEST_SKIP() << "this build has no plug-in";
+  const nlohmann::json said = info({{"CUDA_VISIBLE_DEVICES", ""}});
   EXPECT_FALSE(said.at("backends").at("cuda").at("usable").get<bool>());
-  const auto reason = said.at("backends").at("cuda").at("reason").get<std::string>();
-  EXPECT_GT(reason.size(), 10U);
-  if (said.at("gpus").empty()) {
-    const bool known = reason.find("no CUDA in this build") != std::string::npos ||
-                       reason.find("no driver library") != std::string::npos ||
-                       reason.find("finds no device") != std::string::npos ||
-                       reason.find("does not start") != std::string::npos;
-    EXPECT_TRUE(known) << reason;
+  EXPECT_EQ(said.at("cuda_runtime").get<std::string>().substr(0, 2),
+            std::string(ZSHARD_CUDA_VERSION).substr(0, 2));
+  const std::string nccl = said.at("nccl").is_null() ? "" : said.at("nccl").get<std::string>();
+  EXPECT_EQ(nccl, ZSHARD_NCCL_VERSION);
+  if (said.at("cuda_driver").is_null()) {
+    const auto reason = said.at("backends").at("cuda").at("reason").get<std::string>();
+    EXPECT_NE(reason.find("there is no NVIDIA driver"), std::string::npos) << reason;
   }
 }
 
@@ -138,7 +209,7 @@ TEST(Info, TextSaysTheSame) {
   const Ending end = run_tool({"info"});
   ASSERT_EQ(end.code(), 0) << end.text();
   for (const char* part : {"found by the build", "usable here", "io_uring", "huge pages",
-                           "memlock limit", "kernels run as", "GPU"}) {
+                           "memlock limit", "kernels run as", "GPU", "CUDA driver", "NCCL"}) {
     EXPECT_NE(end.output.find(part), std::string::npos) << part << "\n" << end.output;
   }
 }

@@ -8,8 +8,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -43,6 +45,17 @@ inline const std::string& nvme_directory() {
 /// uses[step][micro-step][rank]: positions of the program that the rank uses.
 using Uses = std::vector<std::vector<std::vector<std::set<int>>>>;
 
+/// How a rank's loop reaches the engine's memory where that is a device's: on a stream of its own.
+class Access {
+ public:
+  virtual ~Access() = default;
+  [[nodiscard]] virtual StreamHandle stream() const = 0;
+  /// Returns when the bytes are there.
+  virtual void read(void* host, const void* device, std::int64_t bytes) = 0;
+  /// `host` may be changed afterwards.
+  virtual void write(void* device, const void* host, std::int64_t bytes) = 0;
+};
+
 struct Case {
   ModelSpec spec;
   int world = 1;
@@ -54,6 +67,7 @@ struct Case {
   int bad_tick = -1;      // micro-step of the run in which rank 0's last elements are infinite
   bool declare = false;   // skips of whole units are declared with skip()
   bool evaluate = false;  // an evaluation range stands before each step
+  std::function<std::unique_ptr<Access>(int rank)> access{};  // empty: host memory
 };
 
 struct Tensors {
@@ -153,7 +167,8 @@ class Loop {
       : case_(c),
         program_(c.spec.program()),
         engine_(c.spec, c.optimizer, group, c.options),
-        rank_(group.rank()) {
+        rank_(group.rank()),
+        access_(c.access ? c.access(group.rank()) : nullptr) {
     for (std::size_t u = 0; u < c.spec.units().size(); ++u) {
       engine_.initialize(UnitId{static_cast<std::int32_t>(u)}, [](const ParameterRange& range,
                                                                   std::span<float> out) {
@@ -191,6 +206,27 @@ class Loop {
     return case_.spec.units()[static_cast<std::size_t>(id.value)];
   }
 
+  StreamHandle stream() const { return access_ == nullptr ? StreamHandle{} : access_->stream(); }
+
+  std::vector<float> load(const void* from, DType dtype, std::int64_t count) {
+    if (access_ == nullptr || count == 0) return lab::load(from, dtype, count);
+    std::vector<std::byte> raw(static_cast<std::size_t>(count * size_of(dtype)));
+    access_->read(raw.data(), from, count * size_of(dtype));
+    return lab::load(raw.data(), dtype, count);
+  }
+
+  void store(const std::vector<float>& values, DType dtype, void* target) {
+    const auto count = static_cast<std::int64_t>(values.size());
+    if (count == 0) return;
+    if (access_ == nullptr) {
+      kernels::narrow(values.data(), dtype, target, count);
+      return;
+    }
+    std::vector<std::byte> raw(values.size() * static_cast<std::size_t>(size_of(dtype)));
+    kernels::narrow(values.data(), dtype, raw.data(), count);
+    access_->write(target, raw.data(), count * size_of(dtype));
+  }
+
   void see(const Position& at) {
     for (const ParameterSpec& p : unit(at.unit).parameters) {
       if (!p.options.alias.empty()) continue;
@@ -202,7 +238,7 @@ class Loop {
     for ([[maybe_unused]] const MicroStep m : engine_.evaluation_passes(2)) {
       for (const Position& at : program_) {
         if (at.pass != Pass::forward || (m.index() == 1 && at.unit.value % 2 == 1)) continue;
-        const Guard guard = engine_.forward(at.unit);
+        const Guard guard = engine_.forward(at.unit, stream());
         see(at);
       }
     }
@@ -215,17 +251,17 @@ class Loop {
     for (const int p : used) {
       const Position& at = program_[static_cast<std::size_t>(p)];
       while (!held.empty() && held.front().second <= p - case_.spec.hold()) {
-        engine_.release(held.front().first.unit, held.front().first.pass);
+        engine_.release(held.front().first.unit, held.front().first.pass, stream());
         held.erase(held.begin());
       }
       // A second use of a held unit would be counted on the first one's position: let that go.
       std::erase_if(held, [&](const auto& h) {
         const bool counted = h.first.unit == at.unit &&
                              (at.pass != Pass::backward || h.first.pass == Pass::backward);
-        if (counted) engine_.release(h.first.unit, h.first.pass);
+        if (counted) engine_.release(h.first.unit, h.first.pass, stream());
         return counted;
       });
-      const GradientMode mode = engine_.acquire(at.unit, at.pass);
+      const GradientMode mode = engine_.acquire(at.unit, at.pass, stream());
       held.push_back({at, p});
       if (at.pass != Pass::backward) {
         see(at);
@@ -241,11 +277,11 @@ class Loop {
           const auto old = load(target, q.options.dtype, q.count());
           for (std::size_t i = 0; i < g.size(); ++i) g[i] = rounded(old[i] + g[i], q.options.dtype);
         }
-        if (!g.empty()) kernels::narrow(g.data(), q.options.dtype, target, q.count());
+        store(g, q.options.dtype, target);
       }
-      engine_.commit(at.unit);
+      engine_.commit(at.unit, stream());
     }
-    for (const auto& [at, p] : held) engine_.release(at.unit, at.pass);
+    for (const auto& [at, p] : held) engine_.release(at.unit, at.pass, stream());
   }
 
   void declare(const std::set<int>& used, std::set<int>& declared) {
@@ -280,6 +316,7 @@ class Loop {
   std::vector<Position> program_;
   Engine engine_;
   int rank_;
+  std::unique_ptr<Access> access_;
   Tensors result_;
 };
 

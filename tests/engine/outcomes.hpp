@@ -36,6 +36,7 @@ inline Outcome outcome_of(const std::exception_ptr& cause) {
     out = {"Error", error.what(), error.state_step()};
     if (typeid(error) == typeid(UsageError)) out.type = "UsageError";
     if (typeid(error) == typeid(CommError)) out.type = "CommError";
+    if (typeid(error) == typeid(DeviceError)) out.type = "DeviceError";
     if (typeid(error) == typeid(OutOfMemory)) out.type = "OutOfMemory";
     if (typeid(error) == typeid(IoError)) out.type = "IoError";
   } catch (const std::exception& error) {

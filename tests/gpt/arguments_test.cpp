@@ -149,6 +149,19 @@ TEST(Arguments, EachClassOfTensorsHasItsTier) {
   EXPECT_TRUE(refused({"--parameter-tier", "host", "--stage", "2"}));
 }
 
+TEST(Arguments, DeviceIsTheEngines) {
+  EXPECT_EQ(parse({}).engine.device, zshard::DeviceKind::host);
+  EXPECT_EQ(parse({"--device", "host"}).engine.device, zshard::DeviceKind::host);
+  const gpt::Config config = parse({"--device", "cuda", "--device-index", "3"});
+  EXPECT_EQ(config.engine.device, zshard::DeviceKind::cuda);
+  EXPECT_EQ(config.engine.device_index, 3);
+  for (const char* wrong : {"", "gpu", "CUDA", "cuda:0", "0"}) {
+    EXPECT_TRUE(refused({"--device", wrong})) << wrong;
+  }
+  EXPECT_TRUE(refused({"--device"}));
+  EXPECT_TRUE(refused({"--device-index", "-2"}));
+}
+
 TEST(Arguments, LowestLearningRateFollowsTheHighest) {
   EXPECT_DOUBLE_EQ(parse({"--lr", "1e-5"}).min_lr, 1e-6);
   EXPECT_TRUE(refused({"--lr", "1e-5", "--min-lr", "1e-4"}));
@@ -393,9 +406,21 @@ TEST_F(Program, MisuseEndsWithCodeTwoAndAMessage) {
   }
 }
 
+// The message says what is missing: the library, the driver or the GPU.
+TEST_F(Program, CudaWithoutAGpuEndsWithCodeTwoAndTheReason) {
+  if (std::filesystem::exists("/dev/nvidiactl")) GTEST_SKIP() << "this machine has a GPU driver";
+  for (const char* ranks : {" --ranks 1", " --ranks 2", ""}) {
+    EXPECT_EQ(run(small() + " --device cuda" + ranks), 2) << output_;
+    EXPECT_NE(output_.find("gpt: --device cuda: "), std::string::npos) << output_;
+    EXPECT_NE(output_.find("--device host"), std::string::npos) << output_;
+    EXPECT_EQ(output_.find("step "), std::string::npos) << output_;
+  }
+}
+
 TEST_F(Program, HelpListsTheArguments) {
   EXPECT_EQ(run("--help"), 0);
-  for (const char* name : {"--data", "--gather-budget", "--optimizer-tier", "--digest"}) {
+  for (const char* name :
+       {"--data", "--device", "--gather-budget", "--optimizer-tier", "--digest"}) {
     EXPECT_NE(output_.find(name), std::string::npos) << name;
   }
 }

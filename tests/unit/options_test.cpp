@@ -64,6 +64,8 @@ void expect_in(const std::string& text, const std::string& part) {
 EngineOptions unusual() {
   EngineOptions options;
   options.stage = Stage::parameters;
+  options.device = DeviceKind::cuda;
+  options.device_index = 3;
   options.offload = {.optimizer = Tier::nvme,
                      .gradients = Tier::host,
                      .parameters = Tier::nvme,
@@ -103,17 +105,17 @@ EngineOptions unusual() {
 // compared with the table's.
 std::size_t count_fields() {
   EngineOptions options;
-  auto& [stage, offload, gather_budget, look_ahead, behind, gradient_mode, accumulation, reduction,
-         wire, reduction_group, master, moments, loss_scale, sub_group_bytes, device_budget,
-         host_budget, deadline_seconds, threads, inline_queues, test_delay_microseconds,
-         poison_slots, log_dir] = options;
+  auto& [stage, device, device_index, offload, gather_budget, look_ahead, behind, gradient_mode,
+         accumulation, reduction, wire, reduction_group, master, moments, loss_scale,
+         sub_group_bytes, device_budget, host_budget, deadline_seconds, threads, inline_queues,
+         test_delay_microseconds, poison_slots, log_dir] = options;
   auto& [optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes, io_backend, io_buffers,
          io_block_bytes, io_depth, io_verify] = offload;
   const auto count = [](const auto&... fields) { return sizeof...(fields); };
-  return count(stage, gather_budget, look_ahead, behind, gradient_mode, accumulation, reduction,
-               wire, reduction_group, master, moments, loss_scale, sub_group_bytes, device_budget,
-               host_budget, deadline_seconds, threads, inline_queues, test_delay_microseconds,
-               poison_slots, log_dir) +
+  return count(stage, device, device_index, gather_budget, look_ahead, behind, gradient_mode,
+               accumulation, reduction, wire, reduction_group, master, moments, loss_scale,
+               sub_group_bytes, device_budget, host_budget, deadline_seconds, threads,
+               inline_queues, test_delay_microseconds, poison_slots, log_dir) +
          count(optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes, io_backend,
                io_buffers, io_block_bytes, io_depth, io_verify);
 }
@@ -251,6 +253,7 @@ TEST(OptionValues, EveryNumberIsLegalOrRefusedWithItsRange) {
       {"behind", {"0", "1"}},
       {"reduction_group", {"0", "1"}},
       {"threads", {"0", "1"}},
+      {"device_index", {"-1", "0", "1"}},
       {"test_delay_microseconds", {"0", "1"}},
       {"loss_scale", {"1", "1.5", huge, most, "9223372036854775808", "4294967296", "2147483648"}},
       {"deadline_seconds", {"1", "1.5"}},
@@ -287,6 +290,7 @@ TEST(OptionValues, TheEndsOfTheRangesAreExact) {
       {"behind", {"1048576"}, {"1048577"}},
       {"reduction_group", {"1048576"}, {"1048577"}},
       {"threads", {"1024"}, {"1025"}},
+      {"device_index", {"1023"}, {"-2", "1024"}},
       {"test_delay_microseconds", {"1000000"}, {"1000001"}},
       {"sub_group_bytes", {"4096", "4KiB"}, {"4095", "0", "4KB", "-4096"}},
       {"gather_budget", {"1.5GiB", "64 MiB", "0B"}, {"-1 GiB", "1.5", "8388608TiB", "1K"}},

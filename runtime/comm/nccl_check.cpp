@@ -1,0 +1,36 @@
+#include "runtime/comm/nccl_check.hpp"
+
+#include "runtime/device/cuda_context.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::comm {
+
+std::string nccl_error(ncclResult_t code, ncclComm_t comm, const char* call, const char* file,
+                       int line) {
+  std::string text = std::string(call) + " failed: " + ncclGetErrorString(code);
+  // NCCL's own account is often the only hint: "Duplicate GPU detected", "Connection refused".
+  const char* account = ncclGetLastError(comm);
+  if (account != nullptr && account[0] != '\0') text += ": " + std::string(account);
+  while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
+  text += device::place(file, line);
+  return text + ". NCCL_DEBUG=WARN makes NCCL say more.";
+}
+
+void check_nccl(ncclResult_t code, const char* call, const char* file, int line) {
+  if (code == ncclSuccess || code == ncclInProgress) return;
+  throw CommError(nccl_error(code, nullptr, call, file, line));
+}
+
+int nccl_version_code() {
+  int code = 0;
+  ZSHARD_NCCL(ncclGetVersion(&code));
+  return code;
+}
+
+std::string nccl_version() {
+  const int code = nccl_version_code();
+  return std::to_string(code / 10000) + "." + std::to_string(code % 10000 / 100) + "." +
+         std::to_string(code % 100);
+}
+
+}  // namespace zshard::comm

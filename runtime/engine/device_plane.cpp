@@ -1,0 +1,651 @@
+#include "runtime/engine/device_plane.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "runtime/base/log.hpp"
+#include "runtime/kernels/kernels.hpp"
+#include "zshard/error.hpp"
+
+namespace zshard::engine {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kWatch{20};
+constexpr std::chrono::microseconds kSpin{50};  // before a wait sleeps
+constexpr std::chrono::microseconds kNap{20};
+constexpr double kStopSeconds = 5;  // for streams to end once their communicators were aborted
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+const shard::UnitLayout& unit_of(const shard::Layout& layout, std::int32_t u) {
+  return layout.units()[static_cast<std::size_t>(u)];
+}
+
+}  // namespace
+
+DevicePlane::DevicePlane(const Blueprint& blueprint, const Storage& storage,
+                         comm::Endpoint& endpoint, kernels::Pool& pool, offload::Store* store,
+                         comm::Group& group, DeviceParts& parts)
+    : DataPlane(blueprint, storage, endpoint, pool, store, group.rank()),
+      group_(group),
+      parts_(parts),
+      device_(*parts.device),
+      kernels_(*parts.kernels),
+      deadline_(blueprint.options.deadline_seconds) {
+  try {
+    gathers_.stream = device_.make_stream("zshard gather");
+    reduces_.stream = device_.make_stream("zshard reduce");
+    downloads_ = device_.make_stream("zshard download");
+    for (Stream* stream : {&gathers_, &reduces_}) {
+      for (device::NativeEvent& event : stream->done) event = device_.make_event();
+    }
+    for (device::NativeEvent* event : {&mark_, &handed_, &voted_, &copied_, &ring_read_}) {
+      *event = device_.make_event();
+    }
+    for (auto* events : {&brought_, &sent_}) {
+      for (device::NativeEvent& event : *events) event = device_.make_event();
+    }
+    if (world_ > 1) watchdog_ = std::thread([this] { watch(); });
+  } catch (...) {
+    destroy();
+    throw;
+  }
+}
+
+DevicePlane::~DevicePlane() {
+  stop();
+  {
+    const std::lock_guard<std::mutex> lock(watch_mutex_);
+    stopping_ = true;
+  }
+  watch_ends_.notify_all();
+  if (watchdog_.joinable()) watchdog_.join();
+  destroy();
+}
+
+void DevicePlane::destroy() noexcept {
+  for (Stream* stream : {&gathers_, &reduces_}) {
+    for (const device::NativeEvent event : stream->done) device_.destroy_event(event);
+    device_.destroy_stream(stream->stream);
+  }
+  for (const device::NativeEvent event : {mark_, handed_, voted_, copied_, ring_read_}) {
+    device_.destroy_event(event);
+  }
+  for (const auto* events : {&brought_, &sent_}) {
+    for (const device::NativeEvent event : *events) device_.destroy_event(event);
+  }
+  device_.destroy_stream(downloads_);
+}
+
+// -- order --
+
+void DevicePlane::order(device::NativeStream earlier, device::NativeStream later) {
+  device_.record(mark_, earlier);
+  device_.wait(later, mark_);
+}
+
+void DevicePlane::enter(device::NativeStream stream, bool hands_over) {
+  if (stream.handle != compute_.handle) {
+    compute_ = stream;
+    user_behind_ = true;
+    // Its own earlier work first, whatever stream that was on.
+    device_.wait(compute_, handed_);
+  }
+  inside_ = true;
+  if (hands_over) device_.record(handed_, compute_);
+}
+
+void DevicePlane::leave() {
+  if (!std::exchange(inside_, false)) return;
+  catch_up();
+}
+
+void DevicePlane::catch_up() {
+  if (!std::exchange(user_behind_, false)) return;
+  order(gathers_.stream, compute_);
+  order(reduces_.stream, compute_);
+}
+
+void DevicePlane::finish_item(Stream& stream) {
+  const std::uint64_t number = stream.count.load(std::memory_order_relaxed);
+  device_.record(stream.done[number % Stream::kEvents], stream.stream);
+  stream.count.store(number + 1, std::memory_order_release);
+}
+
+void DevicePlane::wait_item(device::NativeStream waiting, Stream& stream, std::uint64_t count) {
+  if (count == 0) return;
+  // The event of an item that long ago stands for a later one by now: as good.
+  device_.wait(waiting, stream.done[(count - 1) % Stream::kEvents]);
+}
+
+void DevicePlane::wait(Queue queue, std::uint64_t count) {
+  DataPlane::wait(queue, count);  // throws what a task threw
+  check_communicators();
+  if (inside_) {
+    wait_item(compute_, of(queue), count);
+  } else {
+    user_behind_ = true;
+  }
+}
+
+void DevicePlane::wait_for_update(Queue queue, std::uint64_t count) {
+  DataPlane::wait(queue, count);
+  check_communicators();
+  wait_item(reduces_.stream, of(queue), count);
+}
+
+void DevicePlane::fill(std::span<std::byte> memory, int value) {
+  if (memory.empty()) return;
+  const auto bytes = static_cast<std::int64_t>(memory.size());
+  if (inside_) {
+    catch_up();
+    device_.fill(memory.data(), value, bytes, compute_);
+    return;
+  }
+  device_.wait(reduces_.stream, handed_);
+  order(gathers_.stream, reduces_.stream);
+  device_.fill(memory.data(), value, bytes, reduces_.stream);
+  user_behind_ = true;
+  gathers_behind_ = true;
+}
+
+// -- gathers --
+
+void DevicePlane::any_gather(const Work& work) {
+  ParameterRing* ring = work.item.kind == ItemKind::gather ? ring_.get() : nullptr;
+  if (ring != nullptr) ring->begin(work.item.unit, work.upcoming, work.later);
+  endpoint_.meet(comm::Lane::gather, work.sequence, 0);
+  if (ring != nullptr) {
+    if (std::exchange(ring_pending_, false)) await(ring_read_, "a copy of parameters");
+    ring->met();
+  }
+  // Slots that this overwrites were used by the user's stream, shards that it reads were written by
+  // the last update.
+  device_.wait(gathers_.stream, handed_);
+  if (std::exchange(gathers_behind_, false)) order(reduces_.stream, gathers_.stream);
+  if (work.item.kind == ItemKind::gather) {
+    gather_units(work);
+  } else {
+    order(reduces_.stream, gathers_.stream);
+    if (work.item.kind == ItemKind::gather_gradient) {
+      copy_gradients(work.item.unit, work.half);
+    } else {
+      gather_parameters(work.item.unit);
+    }
+  }
+  finish_item(gathers_);
+  if (ring != nullptr && ring->must_finish()) {
+    await(ring_read_, "a copy of parameters");
+    ring_pending_ = false;
+    endpoint_.finish(comm::Lane::gather);
+    ring->finished();
+  } else {
+    endpoint_.part(comm::Lane::gather);
+  }
+}
+
+void DevicePlane::gather_units(const Work& work) {
+  const std::int32_t u = work.item.unit;
+  const shard::UnitLayout& unit = unit_of(layout_, u);
+  if (blueprint_.options.poison_slots && unit.gather_bytes != 0) {
+    device_.fill(storage_.slot(work.item.offset, u, 0) - unit.segments[0].byte, 0xFF,
+                 unit.gather_bytes, gathers_.stream);
+  }
+  std::int64_t moved = 0;
+  const auto each = [&](auto&& body) {
+    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+      const shard::Segment& seg = unit.segments[s];
+      if (!seg.gathered() || seg.padded == 0) continue;
+      body(seg, static_cast<int>(s), storage_.slot(work.item.offset, u, static_cast<int>(s)));
+    }
+  };
+  each([&](const shard::Segment& seg, int s, std::byte* target) {
+    device_.copy(target + rank_ * seg.shard_bytes(),
+                 ring_ != nullptr ? ring_->shard(rank_, s) : storage_.shard(rank_, u, s),
+                 seg.shard_bytes(), gathers_.stream);
+    moved += seg.bytes();
+  });
+  if (ring_ != nullptr) {
+    device_.record(ring_read_, gathers_.stream);
+    ring_pending_ = true;
+  }
+  if (world_ > 1) {
+    parts_.gather->group_start();
+    each([&](const shard::Segment& seg, int, std::byte* target) {
+      parts_.gather->all_gather(target, seg.shard_bytes(), gathers_.stream);
+    });
+    parts_.gather->group_end();
+  }
+  add_traffic(moved, 0);
+}
+
+void DevicePlane::gather_parameters(std::int32_t u) {
+  const shard::UnitLayout& unit = unit_of(layout_, u);
+  if (world_ == 1) return;
+  std::int64_t moved = 0;
+  parts_.gather->group_start();
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained() || !storage_.replicated(u, static_cast<int>(s)) || seg.padded == 0) continue;
+    parts_.gather->all_gather(storage_.full(rank_, u, static_cast<int>(s)), seg.shard_bytes(),
+                              gathers_.stream);
+    moved += seg.bytes() - seg.shard_bytes();
+  }
+  parts_.gather->group_end();
+  add_traffic(moved, 0);
+}
+
+void DevicePlane::copy_gradients(std::int32_t u, int half) {
+  const shard::UnitLayout& unit = unit_of(layout_, u);
+  const auto each = [&](auto&& body) {
+    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+      const shard::Segment& seg = unit.segments[s];
+      if (!seg.trained() || seg.padded == 0) continue;
+      body(seg, static_cast<int>(s), storage_.gathered_gradient(half, u, static_cast<int>(s)));
+    }
+  };
+  each([&](const shard::Segment& seg, int s, float* target) {
+    device_.copy(target + rank_ * seg.shard, storage_.accumulator(rank_, u, s), seg.shard * 4,
+                 gathers_.stream);
+    add_traffic(seg.padded * 4, 0);
+  });
+  if (world_ == 1) return;
+  parts_.gather->group_start();
+  each([&](const shard::Segment& seg, int, float* target) {
+    parts_.gather->all_gather(target, seg.shard * 4, gathers_.stream);
+  });
+  parts_.gather->group_end();
+}
+
+void DevicePlane::gather_copies(std::int32_t unit, std::int32_t segment) {
+  if (world_ == 1) return;
+  const shard::Segment& seg = unit_of(layout_, unit).segments[static_cast<std::size_t>(segment)];
+  parts_.gather->all_gather(storage_.full(rank_, unit, segment), seg.shard_bytes(),
+                            gathers_.stream);
+  user_behind_ = true;
+}
+
+// -- reductions --
+
+void DevicePlane::accumulate_on(std::int32_t u, device::NativeStream stream) {
+  const shard::UnitLayout& unit = unit_of(layout_, u);
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained()) continue;
+    const std::byte* gradient = storage_.gradient(rank_, u, static_cast<int>(s));
+    float* buffer = storage_.local(rank_, u, static_cast<int>(s));
+    // Parameter by parameter: padding of gradient slots is undefined.
+    for (const shard::Placed& p : seg.placed) {
+      kernels_.accumulate(gradient + p.start * size_of(seg.dtype), seg.dtype, buffer + p.start,
+                          p.count, stream);
+    }
+  }
+}
+
+void DevicePlane::accumulate_locally(std::int32_t unit) {
+  // The slot is the user's stream's again afterwards.
+  device_.wait(reduces_.stream, handed_);
+  accumulate_on(unit, reduces_.stream);
+  user_behind_ = true;
+}
+
+void DevicePlane::reduce(const Work& work) {
+  endpoint_.meet(comm::Lane::reduce, work.sequence, 0);
+  device_.wait(reduces_.stream, handed_);  // gradients are written
+  reduce_unit(work);
+  finish_item(reduces_);
+  endpoint_.part(comm::Lane::reduce);
+}
+
+void DevicePlane::exchange_votes(const Work& work) {
+  DataPlane::exchange_votes(work);
+  finish_item(reduces_);  // an item of the queue like the others
+}
+
+void DevicePlane::reduce_unit(const Work& work) {
+  const std::int32_t u = work.item.unit;
+  const shard::UnitLayout& unit = unit_of(layout_, u);
+  const device::NativeStream stream = reduces_.stream;
+  if (unit.gradient_bytes == 0) return;
+  if (local_) {
+    if (work.contributes) accumulate_on(u, stream);
+  } else if (!work.contributes) {
+    // What a rank did not use contributes +0.0.
+    device_.fill(storage_.gradients(u), 0, unit.gradient_bytes, stream);
+  }
+  struct Piece {
+    const std::byte* whole;    // of this rank, [padded] on the wire
+    const std::byte* arrived;  // rank r's piece at arrived + r * stride
+    std::int64_t stride;
+    DType dtype;
+  };
+  const auto piece_of = [&](std::size_t s) {
+    const shard::Segment& seg = unit.segments[s];
+    const int index = static_cast<int>(s);
+    Piece piece{storage_.gradient(rank_, u, index), nullptr, 0, seg.dtype};
+    if (local_) {
+      piece.whole = reinterpret_cast<const std::byte*>(storage_.local(rank_, u, index));
+      piece.dtype = DType::f32;
+    } else if (std::byte* staging = storage_.wire_staging(rank_, u, index); staging != nullptr) {
+      piece.whole = staging;
+      piece.dtype = *blueprint_.options.wire;
+    }
+    piece.stride = seg.shard * size_of(piece.dtype);
+    return piece;
+  };
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    std::byte* staging = storage_.wire_staging(rank_, u, static_cast<int>(s));
+    if (!seg.trained() || local_ || staging == nullptr) continue;
+    const DType wire = *blueprint_.options.wire;
+    const std::byte* gradient = storage_.gradient(rank_, u, static_cast<int>(s));
+    for (const shard::Placed& p : seg.placed) {
+      kernels_.convert(gradient + p.start * size_of(seg.dtype), seg.dtype,
+                       staging + p.start * size_of(wire), wire, p.count, stream);
+    }
+  }
+  if (world_ > 1) {
+    std::byte* received = storage_.received();
+    parts_.reduce->group_start();
+    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+      if (!unit.segments[s].trained() || unit.segments[s].padded == 0) continue;
+      const Piece piece = piece_of(s);
+      parts_.reduce->all_to_all(piece.whole, received, piece.stride, stream);
+      received += world_ * piece.stride;
+    }
+    parts_.reduce->group_end();
+  }
+  const std::byte* received = world_ > 1 ? storage_.received() : nullptr;
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained()) continue;
+    Piece piece = piece_of(s);
+    if (world_ > 1) {
+      piece.arrived = received;
+      received += world_ * piece.stride;
+    } else {
+      piece.arrived = piece.whole;
+    }
+    float* accumulator = storage_.accumulator(rank_, u, static_cast<int>(s));
+    for (std::size_t k = 0; k < seg.placed.size(); ++k) {
+      const shard::Range own = seg.owned(seg.placed[k], rank_);
+      if (own.empty()) continue;
+      const std::int64_t at = own.lo - rank_ * seg.shard;
+      kernels_.reduce_add(piece.arrived + at * size_of(piece.dtype), piece.stride, world_,
+                          piece.dtype, blueprint_.options.reduction_group, accumulator + at,
+                          own.count(), work.first_of_step, stream);
+      if (work.last_of_step) {
+        kernels_.block_squares(accumulator + at, own.count(),
+                               storage_.square_blocks() + block_start(u, s, k), stream);
+      }
+      add_traffic(0, own.count() * size_of(piece.dtype) * world_);
+    }
+  }
+  if (blueprint_.options.poison_slots) {
+    device_.fill(storage_.gradients(u), 0xFF, unit.gradient_bytes, stream);
+  }
+}
+
+void DevicePlane::queue_squares() {
+  for (std::size_t u = 0; u < layout_.units().size(); ++u) {
+    for (std::size_t s = 0; s < layout_.units()[u].segments.size(); ++s) {
+      const shard::Segment& seg = layout_.units()[u].segments[s];
+      if (!seg.trained()) continue;
+      const float* accumulator =
+          storage_.accumulator(rank_, static_cast<int>(u), static_cast<int>(s));
+      for (std::size_t k = 0; k < seg.placed.size(); ++k) {
+        const shard::Range own = seg.owned(seg.placed[k], rank_);
+        kernels_.block_squares(
+            accumulator + (own.lo - rank_ * seg.shard), own.count(),
+            storage_.square_blocks() + block_start(static_cast<std::int32_t>(u), s, k),
+            reduces_.stream);
+      }
+    }
+  }
+}
+
+RankSquares DevicePlane::squares() {
+  device_.wait(reduces_.stream, handed_);
+  if (!squares_known_.exchange(false)) queue_squares();
+  std::byte* staging = storage_.device_staging(blueprint_.device.squares);
+  const std::int64_t count = count_blocks(layout_, rank_);
+  if (count != 0) device_.copy(staging, storage_.square_blocks(), 8 * count, reduces_.stream);
+  // The one value of a step that the host waits for.
+  device_.record(voted_, reduces_.stream);
+  await(voted_, "the norm of the gradients");
+  const auto* blocks = reinterpret_cast<const double*>(staging);
+  const RankSquares result = sum_blocks(layout_, rank_, blocks);
+  return std::isfinite(result.sum) ? result : look_up(blocks);
+}
+
+/// Rare: which elements were not finite.
+RankSquares DevicePlane::look_up(const double* blocks) {
+  RankSquares result = sum_blocks(layout_, rank_, blocks);
+  constexpr std::int64_t kBlock = kernels::kSquareBlock;
+  std::int64_t next = 0;
+  for (std::size_t u = 0; u < layout_.units().size(); ++u) {
+    std::int32_t index = 0;
+    for (std::size_t s = 0; s < layout_.units()[u].segments.size(); ++s) {
+      const shard::Segment& seg = layout_.units()[u].segments[s];
+      for (const shard::Placed& p : seg.placed) {
+        const std::int32_t mine = index++;
+        const shard::Range own = seg.owned(p, rank_);
+        if (!seg.trained()) continue;
+        for (std::int64_t first = 0; first < own.count(); first += kBlock) {
+          if (std::isfinite(blocks[next++])) continue;
+          const std::int64_t count = std::min(kBlock, own.count() - first);
+          auto* values = reinterpret_cast<float*>(window(0));
+          copy_now(values,
+                   storage_.accumulator(rank_, static_cast<int>(u), static_cast<int>(s)) + own.lo -
+                       rank_ * seg.shard + first,
+                   count * 4);
+          for (std::int64_t i = 0; i < count; ++i) {
+            if (std::isfinite(values[i]) || result.non_finite++ != 0) continue;
+            result.first_unit = static_cast<std::int32_t>(u);
+            result.first_index = mine;
+            result.first_element = own.lo + first + i - p.start;
+          }
+        }
+      }
+    }
+  }
+  return result;
+}
+
+// -- the update --
+
+void DevicePlane::begin_update() {
+  // Forward and backward passes still read what the update overwrites, and gathers the shards.
+  device_.wait(reduces_.stream, handed_);
+  order(gathers_.stream, reduces_.stream);
+}
+
+void DevicePlane::update(const optimizers::Rule& rule, const optimizers::Elements& elements,
+                         const optimizers::Constants& constants, std::int64_t step) {
+  parts_.update->run(rule, elements, constants, step, reduces_.stream);
+}
+
+void DevicePlane::publish(const float* master, DType dtype, void* parameter, std::int64_t count) {
+  kernels_.convert(master, DType::f32, parameter, dtype, count, reduces_.stream);
+}
+
+void DevicePlane::end_update() {
+  user_behind_ = true;
+  gathers_behind_ = true;
+}
+
+float* DevicePlane::staged_gradient(int b) const {
+  const DeviceMap& map = blueprint_.device;
+  return reinterpret_cast<float*>(storage_.device_staging(map.buffers + b * map.buffer_bytes));
+}
+
+std::byte* DevicePlane::staged_parameter(int b) const {
+  const DeviceMap& map = blueprint_.device;
+  return storage_.device_staging(map.buffers + b * map.buffer_bytes + map.gradient_bytes);
+}
+
+void DevicePlane::bring(int b, const float* gradient, std::int64_t count, const void* parameter,
+                        std::int64_t bytes) {
+  const auto at = static_cast<std::size_t>(b);
+  order(reduces_.stream, downloads_);
+  device_.wait(downloads_, sent_[at]);
+  device_.copy(staged_gradient(b), gradient, count * 4, downloads_);
+  if (bytes != 0) device_.copy(staged_parameter(b), parameter, bytes, downloads_);
+  device_.record(brought_[at], downloads_);
+}
+
+void DevicePlane::arrived(int b) {
+  await(brought_[static_cast<std::size_t>(b)], "gradients on their way to the host");
+}
+
+void DevicePlane::send(int b, void* parameter, std::int64_t bytes) {
+  device_.copy(parameter, staged_parameter(b), bytes, reduces_.stream);
+  device_.record(sent_[static_cast<std::size_t>(b)], reduces_.stream);
+}
+
+// -- contents --
+
+std::byte* DevicePlane::window(int index) const {
+  return storage_.device_staging(blueprint_.device.windows + index * DeviceMap::kWindowBytes);
+}
+
+void DevicePlane::copy_now(void* target, const void* source, std::int64_t bytes) {
+  // Behind everything: what was issued, and what the user's stream has used.
+  device_.wait(downloads_, handed_);
+  order(gathers_.stream, downloads_);
+  order(reduces_.stream, downloads_);
+  device_.copy(target, source, bytes, downloads_);
+  device_.record(copied_, downloads_);
+  await(copied_, "a copy between device and host");
+}
+
+// -- endings --
+
+void DevicePlane::check_communicators() {
+  if (endpoint_.failed()) throw CommError(endpoint_.failure());
+}
+
+void DevicePlane::await(device::NativeEvent event, std::string_view what) {
+  const Clock::time_point start = Clock::now();
+  while (!device_.reached(event)) {
+    const auto waited = Clock::now() - start;
+    if (endpoint_.failed()) {
+      break_off(endpoint_.failure());
+      throw CommError(endpoint_.failure());
+    }
+    if (seconds_since(start) > deadline_) {
+      const std::string message = "rank " + std::to_string(rank_) +
+                                  ": the device has not finished " + std::string(what) +
+                                  " within " + std::to_string(deadline_) +
+                                  " s; raise deadline_seconds if a step takes that long";
+      break_off(message);
+      throw CommError(message);
+    }
+    if (waited > kSpin) std::this_thread::sleep_for(kNap);
+  }
+}
+
+/// Ends the collectives under way, on every rank: each one's watchdog sees the failure.
+void DevicePlane::break_off(const std::string& message) noexcept {
+  try {
+    endpoint_.fail(message);
+  } catch (...) {  // no memory for the message: peers find the deadline
+  }
+  for (comm::Communicator* c : {parts_.gather.get(), parts_.reduce.get()}) {
+    if (c != nullptr) c->abort();
+  }
+}
+
+/// A collective that was queued waits for peers on the device, where no error reaches it. Runs on a
+/// thread of its own, since the caller may wait for its stream meanwhile.
+void DevicePlane::watch() {
+  struct Seen {
+    std::uint64_t done = 0;
+    Clock::time_point since = Clock::now();
+  } seen[2];
+  std::unique_lock<std::mutex> lock(watch_mutex_);
+  while (!watch_ends_.wait_for(lock, kWatch, [&] { return stopping_; })) {
+    lock.unlock();
+    std::string failure;
+    try {
+      if (endpoint_.failed()) failure = endpoint_.failure();
+      for (comm::Communicator* c : {parts_.gather.get(), parts_.reduce.get()}) {
+        if (!failure.empty()) break;
+        if (const auto text = c->failure()) {
+          failure = "rank " + std::to_string(rank_) + ": NCCL reports: " + *text;
+        }
+      }
+      for (int r = 0; r < world_ && failure.empty(); ++r) {
+        if (r == rank_) continue;
+        if (const auto why = group_.gone(r)) {
+          // What it has queued before it went may still complete.
+          for (Stream* stream : {&gathers_, &reduces_}) {
+            const std::uint64_t count = stream->count.load(std::memory_order_acquire);
+            if (count != 0 && !device_.reached(stream->done[(count - 1) % Stream::kEvents])) {
+              failure = *why;
+            }
+          }
+        }
+      }
+      int which = 0;
+      for (Stream* stream : {&gathers_, &reduces_}) {
+        Seen& last = seen[which++];
+        const std::uint64_t count = stream->count.load(std::memory_order_acquire);
+        while (last.done < count) {
+          if (count - last.done > Stream::kEvents) last.done = count - Stream::kEvents;
+          if (!device_.reached(stream->done[last.done % Stream::kEvents])) break;
+          ++last.done;
+          last.since = Clock::now();
+        }
+        if (last.done == count) last.since = Clock::now();
+        if (failure.empty() && seconds_since(last.since) > deadline_) {
+          failure =
+              "rank " + std::to_string(rank_) + ": a collective on the device is not complete " +
+              "after " + std::to_string(deadline_) +
+              " s: a peer, or the work queued before it, is late; raise deadline_seconds if a "
+              "step takes that long";
+        }
+      }
+    } catch (const std::exception& error) {
+      failure = "rank " + std::to_string(rank_) + ": " + error.what();
+    }
+    if (!failure.empty()) {
+      break_off(failure);
+      base::log_error(base::Topic::comm, rank_, "{}", failure);
+      lock.lock();
+      watch_ends_.wait(lock, [&] { return stopping_; });
+      return;
+    }
+    lock.lock();
+  }
+}
+
+void DevicePlane::stop() {
+  DataPlane::stop();
+  // Memory must not go while a stream uses it.
+  const Clock::time_point start = Clock::now();
+  bool aborted = false;
+  for (const device::NativeStream stream : {gathers_.stream, reduces_.stream, downloads_}) {
+    try {
+      device_.record(copied_, stream);
+      while (!device_.reached(copied_)) {
+        const double waited = seconds_since(start);
+        if (!aborted && (endpoint_.failed() || waited > deadline_)) {
+          break_off("rank " + std::to_string(rank_) + " stops");
+          aborted = true;
+        }
+        if (waited > deadline_ + kStopSeconds) return;
+        std::this_thread::sleep_for(kNap);
+      }
+    } catch (const std::exception&) {  // a device that is lost uses nothing
+      return;
+    }
+  }
+}
+
+}  // namespace zshard::engine

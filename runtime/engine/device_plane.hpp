@@ -1,0 +1,148 @@
+// The data plane of a rank on a device. Collectives are queued on two streams of its own, gather
+// and reduce, as soon as the cursor issues them; who waits for what is said by events, and the host
+// waits only where it needs a value (the vote) or memory that a transfer still uses. Ranks meet
+// before anything is queued, so that signatures are compared before data moves and no rank queues
+// what a peer never will.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "optimizers/device_update.hpp"
+#include "runtime/comm/communicator.hpp"
+#include "runtime/device/device.hpp"
+#include "runtime/engine/data_plane.hpp"
+#include "runtime/kernels/device_kernels.hpp"
+
+namespace zshard::engine {
+
+/// What the plug-in made for a rank. Communicators are null in a world of one.
+struct DeviceParts {
+  std::unique_ptr<device::Device> device;
+  std::unique_ptr<kernels::DeviceKernels> kernels;
+  std::unique_ptr<optimizers::DeviceUpdate> update;
+  std::unique_ptr<comm::Communicator> gather;
+  std::unique_ptr<comm::Communicator> reduce;
+};
+
+class DevicePlane final : public DataPlane {
+ public:
+  /// group: says whether peers are gone. `parts` outlives the plane.
+  DevicePlane(const Blueprint& blueprint, const Storage& storage, comm::Endpoint& endpoint,
+              kernels::Pool& pool, offload::Store* store, comm::Group& group, DeviceParts& parts);
+  ~DevicePlane() override;
+
+  /// A call of the user on `stream` begins. hands_over: what the stream has so far comes before
+  /// what is issued from now on; of releases and commits.
+  void enter(device::NativeStream stream, bool hands_over);
+  /// It ends: what the stream gets next comes behind what the call waited for. Between calls the
+  /// plane does not touch the stream, which the user may destroy.
+  void leave();
+  /// It is over, whether it succeeded or not.
+  void left() noexcept { inside_ = false; }
+
+  void accumulate_locally(std::int32_t unit) override;
+  /// The caller's stream waits, now or when it is next entered; the host does not.
+  void wait(Queue queue, std::uint64_t count) override;
+  void wait_for_update(Queue queue, std::uint64_t count) override;
+  void stop() override;
+  void fill(std::span<std::byte> memory, int value) override;
+
+  // -- the update of a step: on the reduce stream --
+  void begin_update();
+  /// All passes of the rule, device memory only.
+  void update(const optimizers::Rule& rule, const optimizers::Elements& elements,
+              const optimizers::Constants& constants, std::int64_t step);
+  /// Rounds what update() left to the parameter's dtype.
+  void publish(const float* master, DType dtype, void* parameter, std::int64_t count);
+  void end_update();
+
+  // Where the state is on the host: buffers that gradients and parameters pass through.
+  /// Starts to bring elements of a gradient, and of its parameter where `bytes` is not 0, into
+  /// buffer b, as soon as what left from it is gone.
+  void bring(int b, const float* gradient, std::int64_t count, const void* parameter,
+             std::int64_t bytes);
+  /// Waits until they are there.
+  void arrived(int b);
+  /// Starts to take the buffer's parameter back.
+  void send(int b, void* parameter, std::int64_t bytes);
+  [[nodiscard]] float* staged_gradient(int b) const;
+  [[nodiscard]] std::byte* staged_parameter(int b) const;
+
+  // -- contents, between steps --
+  /// The whole copy of a replicated segment from its shards. Collective.
+  void gather_copies(std::int32_t unit, std::int32_t segment);
+  /// Copies and waits. At most DeviceMap::kWindowBytes at a time pass through a window.
+  void copy_now(void* target, const void* source, std::int64_t bytes);
+  [[nodiscard]] std::byte* window(int index) const;
+
+ protected:
+  void any_gather(const Work& work) override;
+  void reduce(const Work& work) override;
+  void exchange_votes(const Work& work) override;
+  RankSquares squares() override;
+  void copy_gradients(std::int32_t unit, int half) override;
+
+ private:
+  /// The stream of a queue and the events of its last items.
+  struct Stream {
+    device::NativeStream stream;
+    static constexpr std::uint64_t kEvents = 64;
+    std::array<device::NativeEvent, kEvents> done{};
+    std::atomic<std::uint64_t> count{0};
+  };
+  [[nodiscard]] Stream& of(Queue queue) { return queue == Queue::gather ? gathers_ : reduces_; }
+  void finish_item(Stream& stream);
+  void wait_item(device::NativeStream waiting, Stream& stream, std::uint64_t count);
+  /// What is queued on `later` from now on comes behind all that is on `earlier`.
+  void order(device::NativeStream earlier, device::NativeStream later);
+  void catch_up();
+  void accumulate_on(std::int32_t unit, device::NativeStream stream);
+  void queue_squares();
+  RankSquares look_up(const double* blocks);
+  void gather_units(const Work& work);
+  void gather_parameters(std::int32_t unit);
+  void reduce_unit(const Work& work);
+  /// The host waits; what: for messages. Throws CommError if a peer or the deadline ends it.
+  void await(device::NativeEvent event, std::string_view what);
+  void check_communicators();
+  void watch();
+  void break_off(const std::string& message) noexcept;
+  void destroy() noexcept;
+
+  comm::Group& group_;
+  DeviceParts& parts_;
+  device::Device& device_;
+  kernels::DeviceKernels& kernels_;
+  double deadline_;
+  device::NativeStream compute_{};  // the user's; to be touched inside a call only
+  bool inside_ = false;
+  bool user_behind_ = false;     // compute_ has to wait for both streams
+  bool gathers_behind_ = false;  // gathers have to wait for the reduce stream
+  Stream gathers_;
+  Stream reduces_;
+  device::NativeStream downloads_{};
+  device::NativeEvent mark_{};    // re-recorded for every order()
+  device::NativeEvent handed_{};  // what the user's streams had when they last handed over
+  device::NativeEvent voted_{};
+  device::NativeEvent copied_{};
+  device::NativeEvent ring_read_{};  // the last copy out of the parameter ring
+  bool ring_pending_ = false;
+  std::array<device::NativeEvent, DeviceMap::kBuffers> brought_{};
+  std::array<device::NativeEvent, DeviceMap::kBuffers> sent_{};
+  std::mutex watch_mutex_;
+  std::condition_variable watch_ends_;
+  bool stopping_ = false;
+  std::thread watchdog_;  // of a world of several ranks
+};
+
+}  // namespace zshard::engine

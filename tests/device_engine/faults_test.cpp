@@ -1,0 +1,323 @@
+// What goes wrong on a device ends in one error on every rank, within the deadline, and a wait that
+// is missing between two queues is found by name. Simulated device only: nothing else can be made
+// to fail on demand.
+#if defined(ZSHARD_TEST_SIMULATED)
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "tests/device_engine/cuda_lab.hpp"
+#include "tests/engine/outcomes.hpp"
+
+namespace zshard {
+namespace {
+
+using lab::Outcome;
+
+class CudaFaults : public testing::Test {
+ protected:
+  void SetUp() override {
+    lab::open_plugin();
+    simulator::reset();
+    simulator::set_device_memory(std::int64_t{64} << 20);
+  }
+  void TearDown() override {
+    for (const std::string& leak : simulator::leaks()) ADD_FAILURE() << leak;
+  }
+
+  static lab::Case example(int stage, int world = 2, int steps = 3) {
+    lab::Case c;
+    for (int u = 0; u < 4; ++u) {
+      const std::string name = "u" + std::to_string(u);
+      auto unit = c.spec.unit(name);
+      unit.parameter(name + ".w", {3000});
+      unit.parameter(name + ".h", {1000}, {.dtype = DType::bf16});
+      unit.parameter(name + ".r", {40}, {.resident = true});
+    }
+    c.world = world;
+    c.options.stage = static_cast<Stage>(stage);
+    c.options.deadline_seconds = lab::kDeadline;
+    c.clip = 1.0;
+    std::mt19937_64 random(3);
+    c.uses = lab::random_uses(random, c.spec, world, steps, 2, 100);
+    if (stage == 3) c.options.gather_budget = minimum_gather_budget(c.spec, world);
+    lab::on_cuda(c);
+    return c;
+  }
+
+  /// Steps of a loop that queues kernels and never waits itself.
+  static void run_ahead(const lab::Case& c, const ProcessGroup& group) {
+    const lab::CudaAccess mine(group.rank());
+    auto* stream = static_cast<cudaStream_t>(mine.stream().handle);
+    Engine engine(c.spec, c.optimizer, group, c.options);
+    const auto use = [&](UnitId id, bool backward) {
+      simulator::Ranges reads;
+      simulator::Ranges writes;
+      for (const ParameterSpec& p : c.spec.units()[static_cast<std::size_t>(id.value)].parameters) {
+        const std::int64_t bytes = p.count() * size_of(p.options.dtype);
+        reads.push_back({engine.pointer(p.id), bytes});
+        if (backward) writes.push_back({engine.gradient(p.id), bytes});
+      }
+      simulator::launch(backward ? "user_backward" : "user_forward", stream, reads, writes, [] {});
+    };
+    const auto units = static_cast<std::int32_t>(c.spec.units().size());
+    for (int step = 0; step < 3; ++step) {
+      for ([[maybe_unused]] const MicroStep micro : engine.micro_steps(2)) {
+        for (std::int32_t u = 0; u < units; ++u) {
+          const Guard guard = engine.forward(UnitId{u}, mine.stream());
+          use(UnitId{u}, false);
+        }
+        for (std::int32_t u = units; u-- > 0;) {
+          Guard guard = engine.backward(UnitId{u}, mine.stream());
+          use(UnitId{u}, true);
+          guard.commit();
+        }
+      }
+      engine.step({.clip_norm = 1.0});
+    }
+    std::vector<float> values(3000);
+    engine.read_parameter("u0.w", values);
+  }
+
+  static std::vector<Outcome> ends(const lab::Case& c) {
+    return lab::outcomes(c.world, [&](const ProcessGroup& group) { run_ahead(c, group); });
+  }
+
+  /// Every rank ended with one of these types; the text of one of them has `part`.
+  static void expect_ends(const std::vector<Outcome>& got, const std::vector<std::string>& types,
+                          const std::string& part, const std::string& what) {
+    bool named = false;
+    for (const Outcome& end : got) {
+      EXPECT_NE(std::find(types.begin(), types.end(), end.type), types.end())
+          << what << ": " << end.type << ": " << end.text;
+      named = named || end.text.find(part) != std::string::npos;
+    }
+    EXPECT_TRUE(named) << what << ": nobody says `" << part << "`";
+  }
+};
+
+// Each row is one kind of wait that the plane puts between two queues. Without it the clocks know
+// of no order; with it no run has a race.
+TEST_F(CudaFaults, AMissingWaitIsFoundByNameInEveryQueue) {
+  struct Row {
+    const char* waiting;  // null: any, the user's stream among them
+    const char* recorded;
+    int stage;
+    Tier optimizer;
+    std::string named;  // in the race
+  };
+  const Row rows[] = {
+      {"user", "zshard gather", 3, Tier::device, "zshard gather"},
+      {"user", "zshard reduce", 3, Tier::device, "zshard reduce"},
+      {"zshard gather", "user", 3, Tier::device, "zshard gather"},
+      {"zshard reduce", "user", 3, Tier::device, "zshard reduce"},
+      {"zshard gather", "zshard reduce", 2, Tier::device, "zshard gather"},
+      {"zshard reduce", "zshard gather", 0, Tier::device, "zshard reduce"},
+      {"zshard download", "zshard reduce", 2, Tier::host, "zshard download"},
+  };
+  for (const Row& row : rows) {
+    for (const bool removed : {false, true}) {
+      SCOPED_TRACE(std::string(row.waiting) + " for " + row.recorded +
+                   (removed ? ", removed" : ", there"));
+      simulator::reset();
+      simulator::set_device_memory(std::int64_t{64} << 20);
+      lab::Case c = example(row.stage);
+      c.options.offload.optimizer = row.optimizer;
+      if (removed) simulator::ignore_waits(row.waiting, row.recorded);
+      run_ranks(c.world, [&](const ProcessGroup& group) { run_ahead(c, group); });
+      const auto races = simulator::races();
+      if (!removed) {
+        for (const simulator::Race& race : races) ADD_FAILURE() << race.text();
+        continue;
+      }
+      EXPECT_GT(simulator::ignored_waits(), 0);
+      const bool found = std::any_of(races.begin(), races.end(), [&](const simulator::Race& race) {
+        return race.first.stream == row.named || race.second.stream == row.named;
+      });
+      EXPECT_TRUE(found) << races.size() << " races";
+    }
+  }
+}
+
+TEST_F(CudaFaults, ASteadyStepTakesNoMemoryAndWaitsOnlyForTheNorm) {
+  for (int stage = 0; stage < 4; ++stage) {
+    SCOPED_TRACE(stage);
+    const char* const forbidden[] = {"cudaMalloc",
+                                     "cudaFree",
+                                     "cudaHostRegister",
+                                     "cudaStreamCreateWithPriority",
+                                     "cudaEventCreateWithFlags",
+                                     "cudaDeviceSynchronize",
+                                     "cudaEventSynchronize",
+                                     "cudaMemcpy"};
+    lab::Case c = example(stage, 2, 1);
+    std::vector<std::int64_t> before;
+    std::vector<std::int64_t> after;
+    std::int64_t synchronised = 0;
+    run_ranks(c.world, [&](const ProcessGroup& group) {
+      Engine engine(c.spec, c.optimizer, group, c.options);
+      cudaStream_t stream = nullptr;
+      ASSERT_EQ(cudaSetDevice(group.rank()), cudaSuccess);
+      ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+      const auto step = [&] {
+        for ([[maybe_unused]] const MicroStep micro : engine.micro_steps(2)) {
+          for (int u = 0; u < 4; ++u) (void)engine.forward(UnitId{u}, {stream});
+          for (int u = 4; u-- > 0;) {
+            Guard guard = engine.backward(UnitId{u}, {stream});
+            guard.commit();
+          }
+        }
+        engine.step();
+      };
+      step();
+      group.barrier();
+      if (group.rank() == 0) {
+        for (const char* call : forbidden) before.push_back(simulator::calls(call));
+        synchronised = simulator::calls("cudaStreamSynchronize");
+      }
+      group.barrier();
+      for (int k = 0; k < 3; ++k) step();
+      group.barrier();
+      if (group.rank() == 0) {
+        for (const char* call : forbidden) after.push_back(simulator::calls(call));
+        EXPECT_EQ(simulator::calls("cudaStreamSynchronize"), synchronised);
+      }
+      group.barrier();
+      (void)cudaStreamDestroy(stream);
+    });
+    EXPECT_EQ(before, after);
+  }
+}
+
+TEST_F(CudaFaults, NoMemoryAtConstructionIsOneErrorOnEveryRank) {
+  const lab::Case c = example(3);
+  simulator::fail({.call = "cudaMalloc",
+                   .after = 0,
+                   .code = cudaErrorMemoryAllocation,
+                   .how = simulator::How::refused,
+                   .device = 1});
+  expect_ends(ends(c), {"OutOfMemory"}, "rank 1", "cudaMalloc");
+}
+
+TEST_F(CudaFaults, APlanThatTheDeviceCannotHoldIsRefusedWithItsTable) {
+  lab::Case c = example(0);
+  c.spec.unit("big").parameter("big", {std::int64_t{32} << 20});
+  c.uses.clear();
+  expect_ends(ends(c), {"OutOfMemory"}, "bytes free of", "plan");
+}
+
+TEST_F(CudaFaults, EveryCallThatARefusalCanHitEndsOnEveryRank) {
+  const char* const calls[] = {
+      "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventRecord", "cudaStreamWaitEvent",
+      "ncclAllGather",   "ncclSend",        "ncclRecv"};
+  int failed = 0;
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const char* call : calls) {
+      for (const int after : {0, 7, 60}) {
+        simulator::reset();
+        simulator::set_device_memory(std::int64_t{64} << 20);
+        const lab::Case c = example(stage, 2, 2);
+        const bool nccl = std::string(call).starts_with("nccl");
+        simulator::fail({.call = call,
+                         .after = after,
+                         .code = nccl ? static_cast<int>(ncclSystemError)
+                                      : static_cast<int>(cudaErrorInvalidValue),
+                         .how = simulator::How::refused,
+                         .device = 1});
+        const std::vector<Outcome> got = ends(c);
+        const std::string what = std::string(call) + " after " + std::to_string(after) +
+                                 " at stage " + std::to_string(stage);
+        if (got[0].type == "nothing" && got[1].type == "nothing") continue;  // fewer calls
+        ++failed;
+        expect_ends(got, {"DeviceError", "CommError"}, call, what);
+        for (const std::string& leak : simulator::leaks()) ADD_FAILURE() << what << ": " << leak;
+        if (HasFailure()) return;
+      }
+    }
+  }
+  EXPECT_GT(failed, 40);
+}
+
+TEST_F(CudaFaults, AKernelThatFaultsIsADeviceErrorAndTheEngineIsPoisoned) {
+  const lab::Case c = example(2);
+  simulator::fail({.call = "reduce_add",
+                   .after = 3,
+                   .code = cudaErrorIllegalAddress,
+                   .how = simulator::How::fault,
+                   .device = 1,
+                   .times = -1});
+  expect_ends(ends(c), {"DeviceError", "CommError"}, "cudaErrorIllegalAddress", "kernel");
+}
+
+TEST_F(CudaFaults, ARemoteErrorOfNcclEndsEveryRank) {
+  for (const char* call : {"ncclAllGather", "ncclSend"}) {
+    simulator::reset();
+    simulator::set_device_memory(std::int64_t{64} << 20);
+    const lab::Case c = example(3, 3);
+    simulator::fail({.call = call,
+                     .after = 4,
+                     .code = static_cast<int>(ncclRemoteError),
+                     .how = simulator::How::fault,
+                     .device = 2});
+    expect_ends(ends(c), {"CommError", "DeviceError", "std::exception"}, "NCCL", call);
+  }
+}
+
+TEST_F(CudaFaults, ACollectiveThatHangsEndsWithinTheDeadline) {
+  for (const char* call : {"ncclAllGather", "ncclSend"}) {
+    simulator::reset();
+    simulator::set_device_memory(std::int64_t{64} << 20);
+    lab::Case c = example(3);
+    c.options.deadline_seconds = lab::kDeadline / 2;
+    simulator::fail({.call = call,
+                     .after = 4,
+                     .code = 0,
+                     .how = simulator::How::hang,
+                     .device = 1,
+                     .times = -1});
+    const lab::Within limit(4 * lab::kDeadline);
+    expect_ends(ends(c), {"CommError", "DeviceError", "std::exception"}, "deadline_seconds", call);
+  }
+}
+
+TEST_F(CudaFaults, OptionsThatADeviceDoesNotServeAreRefused) {
+  const auto refuse = [](auto&& edit, const std::string& part) {
+    lab::Case c = example(3, 1);
+    edit(c.options);
+    const std::vector<Outcome> got = ends(c);
+    lab::expect(got[0], "UsageError", {part}, part);
+  };
+  refuse([](EngineOptions& o) { o.offload.gradients = Tier::host; }, "offload.gradients = host");
+  refuse([](EngineOptions& o) { o.offload.parameters = Tier::host; }, "offload.optimizer");
+  refuse([](EngineOptions& o) { o.device_index = 8; }, "there are 8 GPUs");
+}
+
+TEST_F(CudaFaults, AStreamMayGoBeforeTheEngineAndAnotherMayFollow) {
+  const lab::Case c = example(3, 2, 1);
+  run_ranks(c.world, [&](const ProcessGroup& group) {
+    Engine engine(c.spec, c.optimizer, group, c.options);
+    for (int k = 0; k < 4; ++k) {
+      const lab::CudaAccess mine(group.rank());
+      for ([[maybe_unused]] const MicroStep micro : engine.micro_steps(1)) {
+        for (int u = 0; u < 4; ++u) (void)engine.forward(UnitId{u}, mine.stream());
+        for (int u = 4; u-- > 0;) {
+          Guard guard = engine.backward(UnitId{u}, mine.stream());
+          guard.commit();
+        }
+      }
+      if (k % 2 == 0) engine.step();
+      if (k % 2 == 1) {
+        engine.step();
+        std::vector<float> values(3000);
+        engine.read_parameter("u0.w", values);
+      }
+    }
+  });
+  for (const simulator::Race& race : simulator::races()) ADD_FAILURE() << race.text();
+  for (const std::string& fault : simulator::faults()) ADD_FAILURE() << fault;
+}
+
+}  // namespace
+}  // namespace zshard
+#endif

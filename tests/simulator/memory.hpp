@@ -1,0 +1,23 @@
+// Where simulated device memory lies. Each device is a memfd that is mapped twice: without access
+// at the address that cudaMalloc hands out, and readable and writable at a constant distance from
+// it, where only simulated copies, kernels and collectives go.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace simulator {
+
+inline constexpr int kMostDevices = 16;
+inline constexpr std::int64_t kMostBytes = std::int64_t{4} << 30;  // of one device
+
+/// The device that an address of device memory belongs to, or -1.
+int device_of(std::uintptr_t address);
+/// Maps the memory of the device, at the first call; its first address.
+std::uintptr_t map_device(int device);
+/// Gives the pages of [begin, end) back; they read as zeros then.
+void drop_pages(int device, std::uintptr_t begin, std::uintptr_t end);
+/// The address that code of the simulator uses.
+std::byte* reach_address(std::uintptr_t address);
+
+}  // namespace simulator
