@@ -144,13 +144,17 @@ run_binaries() {
 # binaries PRESET: the test binaries that this build has.
 binaries() { grep -v '^$' "build/$1/test_binaries.txt" 2> /dev/null || true; }
 
-# fuzz PRESET SECONDS: ranks as threads, then half as long as processes.
+# fuzz PRESET SECONDS: ranks as threads, then half as long as processes, and on the simulated device.
 fuzz() {
   [ -x "build/$1/bin/fuzz" ] || return 0
-  say "fuzz $1 for $2 + $(($2 / 2)) s"
+  say "fuzz $1 for $2 + 2 x $(($2 / 2)) s"
   check $(($2 + 120)) "fuzz $1, $2 s" "build/$1/bin/fuzz" --seconds "$2"
   check $(($2 / 2 + 320)) "fuzz $1 with processes, $(($2 / 2)) s" \
     "build/$1/bin/fuzz" --processes --seconds $(($2 / 2))
+  if grep -q '^test_device_engine$' "build/$1/test_binaries.txt"; then
+    check $(($2 / 2 + 120)) "fuzz $1 on the simulated device, $(($2 / 2)) s" \
+      "build/$1/bin/fuzz" --cuda --seconds $(($2 / 2))
+  fi
 }
 
 say "zshard tests: checks of the sources, release build$([ $quick = 1 ] || echo ', address and thread sanitizers')"
@@ -163,6 +167,15 @@ check 300 "public headers compile alone" bash tests/checks/headers.sh
 build release all
 mapfile -t names < <(binaries release)
 [ ${#names[@]} -eq 0 ] && fail "release: no test binaries" || run_binaries 1500 release "${names[@]}"
+
+nvcc=$(sed -n 's/^CUDAToolkit_NVCC_EXECUTABLE:[A-Z]*=//p' build/release/CMakeCache.txt 2> /dev/null)
+if [ -x "$nvcc" ]; then
+  check 200 "GPU code has no fused or approximate arithmetic" bash tests/device_kernels/exact_code.sh \
+    "$nvcc" -O3 --fmad=false -prec-div=true -prec-sqrt=true -ftz=false
+else
+  skipped=$((skipped + 1))
+  say "skipped: GPU code has no fused or approximate arithmetic: there is no nvcc"
+fi
 
 rm -rf build/install build/consumer
 if check 60 "install" cmake --install build/release --prefix build/install; then
@@ -183,13 +196,13 @@ fi
 if [ $quick = 1 ]; then
   fuzz release 20
 else
-  fuzz release 90
+  fuzz release 60
   build asan all
   mapfile -t names < <(binaries asan)
   [ ${#names[@]} -eq 0 ] || run_binaries 2400 asan "${names[@]}"
-  fuzz asan 30
+  fuzz asan 20
   # The thread sanitizer sees only what threads do: the binaries that run ranks.
-  mapfile -t names < <(binaries release | grep -E '^test_(engine|process|offload)$')
+  mapfile -t names < <(binaries release | grep -E '^test_(engine|process|offload|simulator|device.*)$')
   [ ${#names[@]} -gt 0 ] || mapfile -t names < <(binaries release | head -n 1)
   if [ ${#names[@]} -gt 0 ]; then
     build tsan "${names[@]}"

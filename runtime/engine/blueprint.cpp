@@ -36,7 +36,9 @@ void check_served(const ModelSpec& spec, const Optimizer& optimizer, const Engin
       }
     }
   }
-  if (options.reduction == Reduction::native) refuse("reduction = native");
+  if (options.reduction == Reduction::native && options.device == DeviceKind::host) {
+    refuse("reduction = native with device = host");
+  }
   if (options.master != MasterWeights::f32) {
     refuse("master = " + std::string(to_string(options.master)));
   }
@@ -134,6 +136,7 @@ std::string Blueprint::identity() const {
   line("look_ahead", std::to_string(options.look_ahead));
   line("behind", std::to_string(options.behind));
   line("accumulation", std::string(to_string(options.accumulation)));
+  line("reduction", std::string(to_string(options.reduction)));
   line("wire", options.wire ? std::string(to_string(*options.wire)) : "unset");
   line("reduction_group", std::to_string(options.reduction_group));
   line("loss_scale", exact(options.loss_scale));

@@ -27,7 +27,8 @@ DeviceMap DeviceMap::make(const shard::Layout& layout, const TierMap& tiers,
       if (!s.trained()) continue;
       const DType wire =
           options.accumulation == Accumulation::local ? DType::f32 : options.wire.value_or(s.dtype);
-      received += s.padded * size_of(wire);
+      const bool native = options.reduction == Reduction::native;
+      received += (native ? s.shard : s.padded) * size_of(wire);
     }
     map.received_bytes = std::max(map.received_bytes, received);
   }

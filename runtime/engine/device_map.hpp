@@ -13,7 +13,7 @@ namespace zshard::engine {
 
 struct DeviceMap {
   // Device memory: the pieces of all ranks of the largest unit's gradients, as they are on the
-  // wire. 0 in a world of one rank.
+  // wire, or their sum with `native` reduction. 0 in a world of one rank.
   std::int64_t received_bytes = 0;
 
   // Pinned host memory; offsets follow the tier map's staging memory.

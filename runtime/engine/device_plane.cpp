@@ -349,14 +349,22 @@ void DevicePlane::reduce_unit(const Work& work) {
                        staging + p.start * size_of(wire), wire, p.count, stream);
     }
   }
+  // The communicator's own sum is one piece, whose parts came in an order of its choice.
+  const bool native = blueprint_.options.reduction == Reduction::native && world_ > 1;
+  const int pieces = native ? 1 : world_;
   if (world_ > 1) {
     std::byte* received = storage_.received();
     parts_.reduce->group_start();
     for (std::size_t s = 0; s < unit.segments.size(); ++s) {
       if (!unit.segments[s].trained() || unit.segments[s].padded == 0) continue;
       const Piece piece = piece_of(s);
-      parts_.reduce->all_to_all(piece.whole, received, piece.stride, stream);
-      received += world_ * piece.stride;
+      if (native) {
+        parts_.reduce->reduce_scatter(piece.whole, received, unit.segments[s].shard, piece.dtype,
+                                      stream);
+      } else {
+        parts_.reduce->all_to_all(piece.whole, received, piece.stride, stream);
+      }
+      received += pieces * piece.stride;
     }
     parts_.reduce->group_end();
   }
@@ -367,7 +375,7 @@ void DevicePlane::reduce_unit(const Work& work) {
     Piece piece = piece_of(s);
     if (world_ > 1) {
       piece.arrived = received;
-      received += world_ * piece.stride;
+      received += pieces * piece.stride;
     } else {
       piece.arrived = piece.whole;
     }
@@ -376,9 +384,9 @@ void DevicePlane::reduce_unit(const Work& work) {
       const shard::Range own = seg.owned(seg.placed[k], rank_);
       if (own.empty()) continue;
       const std::int64_t at = own.lo - rank_ * seg.shard;
-      kernels_.reduce_add(piece.arrived + at * size_of(piece.dtype), piece.stride, world_,
-                          piece.dtype, blueprint_.options.reduction_group, accumulator + at,
-                          own.count(), work.first_of_step, stream);
+      kernels_.reduce_add(piece.arrived + at * size_of(piece.dtype), piece.stride, pieces,
+                          piece.dtype, native ? 0 : blueprint_.options.reduction_group,
+                          accumulator + at, own.count(), work.first_of_step, stream);
       if (work.last_of_step) {
         kernels_.block_squares(accumulator + at, own.count(),
                                storage_.square_blocks() + block_start(u, s, k), stream);

@@ -109,6 +109,43 @@ TEST_F(CudaEquality, EveryTierAtEveryStage) {
   }
 }
 
+// Its order of summation is the communicator's: near the oracle, and the same at every stage.
+TEST_F(CudaEquality, NativeReductionIsNearTheOracle) {
+  const int world = std::min(most_ranks(), 3);
+  std::mt19937_64 random(23);
+  lab::Case c;
+  c.spec.unit("a").parameter("a.w", {3000});
+  c.spec.unit("b").parameter("b.w", {40, 40});
+  c.world = world;
+  c.uses = lab::random_uses(random, c.spec, world, 2, 2, 100);
+  const lab::Tensors want = lab::oracle(c);
+  c.options.reduction = Reduction::native;
+  lab::on_cuda(c);
+  bool other_bits = false;
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const Accumulation mode : {Accumulation::reduced, Accumulation::local}) {
+      c.options.stage = static_cast<Stage>(stage);
+      c.options.accumulation = mode;
+      const lab::Tensors got = lab::train(c);
+      other_bits = other_bits || !lab::difference(want, got).empty();
+      ASSERT_EQ(want.values.size(), got.values.size());
+      for (const auto& [name, values] : want.values) {
+        const std::vector<float>& mine = got.values.at(name);
+        ASSERT_EQ(values.size(), mine.size());
+        for (std::size_t i = 0; i < values.size(); ++i) {
+          // Adam divides by the root of a sum of squares: small gradients may change its sign.
+          ASSERT_NEAR(values[i], mine[i], 2e-2) << name << " " << i;
+        }
+      }
+      for (std::size_t k = 0; k < want.norms.size(); ++k) {
+        EXPECT_NEAR(want.norms[k], got.norms[k], 1e-5 * want.norms[k]);
+      }
+    }
+  }
+  EXPECT_EQ(other_bits, world > 2);  // a sum of two has one order
+  expect_clean("");
+}
+
 TEST_F(CudaEquality, TheLedgerIsThePlan) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const Tier tier : {Tier::device, Tier::host}) {

@@ -1,7 +1,8 @@
 // Random models, programs, skips and options against the plain oracle, for as long as asked.
-//   fuzz [--processes] [--seconds N] [--seed S] [--from K] [--runs N]
+//   fuzz [--processes | --cuda] [--seconds N] [--seed S] [--from K] [--runs N]
 // Prints its seed; a failure prints the seed and run that reproduce it, and the exit status is 1.
-// --processes: ranks are processes, in batches of runs of one world size.
+// --processes: ranks are processes, in batches of runs of one world size. --cuda: ranks are on the
+// simulated device, where no order may be left to chance.
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,9 @@
 #include "tests/engine/cases.hpp"
 #include "tests/process/children.hpp"
 #include "tests/process/rows.hpp"
+#if defined(ZSHARD_TEST_SIMULATED)
+#include "tests/device_engine/cuda_lab.hpp"
+#endif
 
 namespace {
 
@@ -28,6 +32,7 @@ struct Arguments {
   long long from = 0;
   long long runs = -1;
   bool processes = false;
+  bool cuda = false;
   bool rank = false;  // this is one of the processes of a batch
 };
 
@@ -65,17 +70,40 @@ Arguments parse(int argc, char** argv) {
       a.runs = std::atoll(v4);
     } else if (std::strcmp(argv[i], "--processes") == 0) {
       a.processes = true;
+#if defined(ZSHARD_TEST_SIMULATED)
+    } else if (std::strcmp(argv[i], "--cuda") == 0) {
+      a.cuda = true;
+#endif
     } else if (std::strcmp(argv[i], "--rank-of-batch") == 0) {
       a.rank = true;
     } else {
-      std::fprintf(stderr,
-                   "fuzz: unknown argument %s; fuzz [--processes] [--seconds N] [--seed S] "
-                   "[--from K] [--runs N]\n",
-                   argv[i]);
+      std::fprintf(
+          stderr,
+          "fuzz: unknown argument %s; fuzz [--processes | --cuda] [--seconds N] [--seed S] "
+          "[--from K] [--runs N]\n",
+          argv[i]);
       std::exit(2);
     }
   }
   return a;
+}
+
+/// Trains on the simulated device. What went wrong, or "".
+std::string check_cuda([[maybe_unused]] lab::Case& c, [[maybe_unused]] long long run) {
+  std::string problem;
+#if defined(ZSHARD_TEST_SIMULATED)
+  simulator::reset();
+  simulator::set_device_memory(std::int64_t{128} << 20);
+  simulator::set_delays(run % 2 == 0 ? 0 : 20, static_cast<std::uint64_t>(run));
+  lab::on_cuda(c);
+  lab::Tensors got = lab::train(c);
+  got.forward_hash = 0;
+  problem = lab::difference(lab::oracle(c), got);
+  for (const simulator::Race& race : simulator::races()) problem += "\n" + race.text();
+  for (const std::string& fault : simulator::faults()) problem += "\n" + fault;
+  for (const std::string& leak : simulator::leaks()) problem += "\nleft behind: " + leak;
+#endif
+  return problem;
 }
 
 /// The world of a batch: all its runs, whatever their row says, have it.
@@ -161,19 +189,23 @@ int main(int argc, char** argv) {
     const std::vector<int> row = row_of(random);
     std::string problem;
     try {
-      const lab::Case c = lab::make_case(row, random());
+      lab::Case c = lab::make_case(row, random());
       alarm(120);  // a hang is a failure too
-      lab::Tensors got = lab::train(c);
+      if (a.cuda) {
+        problem = check_cuda(c, run);
+      } else {
+        lab::Tensors got = lab::train(c);
+        got.forward_hash = 0;
+        problem = lab::difference(lab::oracle(c), got);
+      }
       alarm(0);
-      got.forward_hash = 0;
-      problem = lab::difference(lab::oracle(c), got);
     } catch (const std::exception& error) {
       problem = error.what();
     }
     if (!problem.empty()) {
-      std::printf("fuzz: FAILED: --seed %llu --from %lld --runs 1 (row %s): %s\n",
-                  static_cast<unsigned long long>(a.seed), run, lab::text(row).c_str(),
-                  problem.c_str());
+      std::printf("fuzz: FAILED: %s--seed %llu --from %lld --runs 1 (row %s): %s\n",
+                  a.cuda ? "--cuda " : "", static_cast<unsigned long long>(a.seed), run,
+                  lab::text(row).c_str(), problem.c_str());
       return 1;
     }
   }
