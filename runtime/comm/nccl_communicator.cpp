@@ -168,7 +168,15 @@ void NcclCommunicator::keep_failure(const std::string& text) {
 /// For a caller that holds mutex_.
 void NcclCommunicator::fail(ncclResult_t code, const char* call, int line) {
   keep_failure(nccl_error(code, comm_.load(), call, __FILE__, line));
+  throw_own_fault();
   throw CommError(failure_text());
+}
+
+/// A fault of this rank's own GPU is the cause of what NCCL says, and a DeviceError.
+void NcclCommunicator::throw_own_fault() const {
+  std::int64_t free_bytes = 0;
+  std::int64_t total_bytes = 0;
+  device_.memory(free_bytes, total_bytes);  // any call tells
 }
 
 /// Waits until what was issued is queued on its stream: until then an event recorded there would
@@ -294,6 +302,7 @@ void NcclCommunicator::close_group(const char* call, int line) {
     const std::string text = nccl_error(code, comm_.load(), call, __FILE__, line);
     for (const Member& member : in_group) member.communicator->keep_failure(text);
     in_group.clear();
+    throw_own_fault();
     throw CommError(text);
   }
   std::vector<Member> members;

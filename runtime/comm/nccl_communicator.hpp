@@ -54,6 +54,7 @@ class NcclCommunicator final : public Communicator {
   void close_group(const char* call, int line);
   void check_usable() const;
   [[noreturn]] void fail(ncclResult_t code, const char* call, int line);
+  void throw_own_fault() const;
   void keep_failure(const std::string& text);
   [[nodiscard]] std::string failure_text() const;
   bool finish() noexcept;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "runtime/base/log.hpp"
@@ -14,6 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kWatch{20};
+constexpr std::chrono::milliseconds kGrace{200};
 constexpr std::chrono::microseconds kSpin{50};  // before a wait sleeps
 constexpr std::chrono::microseconds kNap{20};
 constexpr double kStopSeconds = 5;  // for streams to end once their communicators were aborted
@@ -535,7 +537,9 @@ void DevicePlane::copy_now(void* target, const void* source, std::int64_t bytes)
 // -- endings --
 
 void DevicePlane::check_communicators() {
-  if (endpoint_.failed()) throw CommError(endpoint_.failure());
+  if (!endpoint_.failed()) return;
+  (void)device_.reached(handed_);  // a fault of this rank's own device is the cause: it throws
+  throw CommError(endpoint_.failure());
 }
 
 void DevicePlane::await(device::NativeEvent event, std::string_view what) {
@@ -544,7 +548,7 @@ void DevicePlane::await(device::NativeEvent event, std::string_view what) {
     const auto waited = Clock::now() - start;
     if (endpoint_.failed()) {
       break_off(endpoint_.failure());
-      throw CommError(endpoint_.failure());
+      check_communicators();
     }
     if (seconds_since(start) > deadline_) {
       const std::string message = "rank " + std::to_string(rank_) +
@@ -576,15 +580,20 @@ void DevicePlane::watch() {
     std::uint64_t done = 0;
     Clock::time_point since = Clock::now();
   } seen[2];
+  std::optional<Clock::time_point> troubled;  // since when NCCL reports an error
   std::unique_lock<std::mutex> lock(watch_mutex_);
   while (!watch_ends_.wait_for(lock, kWatch, [&] { return stopping_; })) {
     lock.unlock();
     std::string failure;
     try {
       if (endpoint_.failed()) failure = endpoint_.failure();
+      (void)device_.reached(handed_);  // throws what has become of the device
       for (comm::Communicator* c : {parts_.gather.get(), parts_.reduce.get()}) {
-        if (!failure.empty()) break;
-        if (const auto text = c->failure()) {
+        const auto text = c->failure();
+        if (!failure.empty() || !text) continue;
+        // The rank where it began knows more than that a peer failed: its word comes first.
+        if (!troubled) troubled = Clock::now();
+        if (Clock::now() - *troubled > kGrace) {
           failure = "rank " + std::to_string(rank_) + ": NCCL reports: " + *text;
         }
       }

@@ -93,7 +93,8 @@ class CudaFaults : public testing::Test {
           << what << ": " << end.type << ": " << end.text;
       named = named || end.text.find(part) != std::string::npos;
     }
-    EXPECT_TRUE(named) << what << ": nobody says `" << part << "`";
+    EXPECT_TRUE(named) << what << ": nobody says `" << part << "`, but " << got.back().type << ": "
+                       << got.back().text;
   }
 };
 
