@@ -32,11 +32,15 @@ std::int64_t disk_bytes(const MemoryPlan& plan) {
   return sum;
 }
 
+std::int64_t main_memory_bytes(const MemoryPlan& plan, const EngineOptions& options) {
+  return options.device == DeviceKind::host ? plan.memory_bytes() : plan.arena_bytes(Tier::host);
+}
+
 std::vector<std::string> Capacity::lacks(const MemoryPlan& plan,
                                          const EngineOptions& options) const {
   std::vector<std::string> reasons;
   const std::string who = std::to_string(ranks) + (ranks == 1 ? " rank takes " : " ranks take ");
-  const std::int64_t memory_here = capped_product(plan.memory_bytes(), ranks);
+  const std::int64_t memory_here = capped_product(main_memory_bytes(plan, options), ranks);
   if (memory >= 0 && memory_here > memory) {
     reasons.push_back("memory: " + who + sizes(memory_here, memory));
   }

@@ -16,13 +16,16 @@ std::int64_t capped_product(std::int64_t a, std::int64_t b);
 /// Bytes of the nvme tier of one rank.
 std::int64_t disk_bytes(const MemoryPlan& plan);
 
+/// Bytes of main memory that one rank takes: on a GPU the device tier is not among them.
+std::int64_t main_memory_bytes(const MemoryPlan& plan, const EngineOptions& options);
+
 struct Capacity {
   std::int64_t memory = -1;  // bytes for all ranks here; -1: not known, not checked
   std::int64_t disk = -1;    // likewise
   int ranks = 1;             // here
 
-  /// Why the plan of one rank does not fit, with the numbers; empty if it does. Device and host
-  /// tier are both main memory: ranks are host ranks.
+  /// Why the plan of one rank does not fit, with the numbers; empty if it does. A GPU's memory is
+  /// compared with device_budget only: the machine that plans need not have the GPU.
   [[nodiscard]] std::vector<std::string> lacks(const MemoryPlan& plan,
                                                const EngineOptions& options) const;
 };

@@ -349,7 +349,8 @@ Json PlanCommand::json_of(const Answer& a) const {
                    {"disk_bytes", disk_bytes(plan)}}},
                  {"machine",
                   {{"ranks", a.capacity.ranks},
-                   {"memory_needed", capped_product(plan.memory_bytes(), a.capacity.ranks)},
+                   {"memory_needed",
+                    capped_product(main_memory_bytes(plan, a.blueprint.options), a.capacity.ranks)},
                    {"memory_available", known(a.capacity.memory)},
                    {"disk_needed", capped_product(disk_bytes(plan), a.capacity.ranks)},
                    {"disk_available", known(a.capacity.disk)}}},
@@ -392,10 +393,10 @@ std::string PlanCommand::text_of(const Answer& a) const {
     return available < 0 ? std::string(unknown) : "of " + base::human_bytes(available);
   };
   line("here", fmt::format("{} rank{}", a.capacity.ranks, a.capacity.ranks == 1 ? "" : "s"));
-  line(
-      "memory",
-      fmt::format("{} {}", base::human_bytes(capped_product(plan.memory_bytes(), a.capacity.ranks)),
-                  of(a.capacity.memory, "(the system does not say what there is)")));
+  line("memory", fmt::format("{} {}",
+                             base::human_bytes(capped_product(
+                                 main_memory_bytes(plan, a.blueprint.options), a.capacity.ranks)),
+                             of(a.capacity.memory, "(the system does not say what there is)")));
   if (a.disk_matters) {
     line("disk",
          fmt::format("{} {}", base::human_bytes(capped_product(disk_bytes(plan), a.capacity.ranks)),

@@ -320,6 +320,19 @@ TEST(Plan, PresetsTakeChanges) {
   EXPECT_EQ(wide.said().at("model").at("heads"), 2);
 }
 
+TEST(Plan, AGpusMemoryIsItsOwn) {
+  const auto with = [&](const Arguments& more) {
+    return run_tool(Arguments{"plan", "--json", "--preset", "gpt2-xl", "--memory", "1GiB"} + more);
+  };
+  EXPECT_EQ(with({}).code(), 1);
+  const Ending gpu = with({"--device", "cuda"});
+  ASSERT_EQ(gpu.code(), 0) << gpu.text();
+  EXPECT_LT(gpu.said().at("machine").at("memory_needed").get<std::int64_t>(), 100 << 20);
+  // Its state in main memory: twelve bytes a parameter and more.
+  EXPECT_EQ(with({"--device", "cuda", "--offload-optimizer", "host"}).code(), 1);
+  EXPECT_EQ(with({"--device", "cuda", "--device-budget", "8GiB"}).code(), 1);
+}
+
 // -- misuse --
 
 TEST(Plan, NumbersOutOfRangeAreRefused) {
@@ -354,7 +367,7 @@ TEST(Plan, NumbersOutOfRangeAreRefused) {
 TEST(Plan, EveryOptionOfTheTableIsCheckedHereToo) {
   for (const OptionInfo& option : option_table()) {
     if (option.type == "text" || option.type == "enum") continue;
-    for (const char* value : {"-1", "garbage", "1e400"}) {
+    for (const char* value : {"-2", "garbage", "1e400"}) {
       const Ending end = run_tool(Arguments{"plan", option.argument + "=" + value} + kGpt);
       EXPECT_EQ(end.code(), 2) << option.name << " " << value << "\n" << end.text();
     }
