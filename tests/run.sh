@@ -115,15 +115,18 @@ count_binary() {
   say "$preset $name: $tests tests, $bad failed, $((skips + off)) skipped"
 }
 
+# g++ 12's thread sanitizer cannot place its shadow under more than 28 random bits.
+tsan_launcher=()
+if [ "$(cat /proc/sys/vm/mmap_rnd_bits 2> /dev/null || echo 28)" -gt 28 ]; then
+  tsan_launcher=(setarch -R)
+fi
+
 # run_binaries SECONDS PRESET NAME...: runs test binaries under CTest and counts their cases.
 run_binaries() {
   local limit=$1 preset=$2
   shift 2
   local launcher=()
-  # g++ 12's thread sanitizer cannot place its shadow under more than 28 random bits.
-  if [ "$preset" = tsan ] && [ "$(cat /proc/sys/vm/mmap_rnd_bits 2> /dev/null || echo 28)" -gt 28 ]; then
-    launcher=(setarch -R)
-  fi
+  [ "$preset" != tsan ] || launcher=(${tsan_launcher[@]+"${tsan_launcher[@]}"})
   rm -rf "build/$preset/results"
   mkdir -p "build/$preset/results"
   local pattern name
@@ -205,8 +208,12 @@ else
   mapfile -t names < <(binaries release | grep -E '^test_(engine|process|offload|simulator|device.*)$')
   [ ${#names[@]} -gt 0 ] || mapfile -t names < <(binaries release | head -n 1)
   if [ ${#names[@]} -gt 0 ]; then
-    build tsan "${names[@]}"
+    build tsan "${names[@]}" fuzz
     run_binaries 1500 tsan "${names[@]}"
+    if grep -q '^test_device_engine$' build/tsan/test_binaries.txt; then
+      check 200 "fuzz tsan on the simulated device, 15 s" \
+        ${tsan_launcher[@]+"${tsan_launcher[@]}"} build/tsan/bin/fuzz --cuda --seconds 15
+    fi
   fi
 fi
 
