@@ -31,7 +31,7 @@ class Reader final : private engine::CursorSink {
  public:
   Reader(const ModelSpec& spec, comm::Group& group, std::shared_ptr<comm::Group> shared, bool waits)
       : blueprint_(engine::Blueprint::make(spec, AdamW{}, group.size(), concurrent())),
-        storage_(blueprint_, group),
+        storage_(blueprint_, group, nullptr),
         pool_(1),
         waits_(waits) {
     storage_.share(group);
