@@ -19,6 +19,10 @@ namespace {
 // cache.
 constexpr std::int64_t kPublishChunk = 1024;
 
+// Bytes of step gathers that are worth waking their thread for; what is less waits for more, or for
+// the end of the update, where the caller does it.
+constexpr std::int64_t kWorthAWake = std::int64_t{4} << 20;
+
 HyperParameters of(const StepOptions& o) {
   return {o.lr, o.weight_decay, o.beta1, o.beta2, o.eps, o.momentum};
 }
@@ -286,11 +290,15 @@ void Core::update_all(float factor) {
       from_disk([&] { update_unit(order_[k], factor, half); });
     }
   } else {
+    std::int64_t issued = 0;  // bytes
     for (const std::int32_t u : order_) {
       from_disk([&] { update_unit(u, factor, 0); });
       with_peers([&] {
         cursor_->step_gather(u);
+        issued += blueprint_.layout->units()[static_cast<std::size_t>(u)].gradient_bytes;
+        if (issued < kWorthAWake) return;
         plane_->kick();  // while the next unit is updated
+        issued = 0;
       });
     }
     with_peers([&] { plane_->drain(); });
