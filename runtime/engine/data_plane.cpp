@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "runtime/kernels/copy.hpp"
 #include "runtime/kernels/kernels.hpp"
 #include "zshard/error.hpp"
 
@@ -285,8 +286,8 @@ void DataPlane::run_reduce(void* object, std::uint64_t index) {
 
 void DataPlane::copy(void* target, const void* source, std::int64_t bytes) {
   pool_.split(bytes, 4096, [&](std::int64_t lo, std::int64_t hi) {
-    std::memcpy(static_cast<std::byte*>(target) + lo, static_cast<const std::byte*>(source) + lo,
-                static_cast<std::size_t>(hi - lo));
+    kernels::copy(static_cast<std::byte*>(target) + lo, static_cast<const std::byte*>(source) + lo,
+                  hi - lo);
   });
 }
 

@@ -1,6 +1,7 @@
 // Element loops against one-element references, at every length and cut, and at the edges of the
 // formats.
 #include "runtime/kernels/kernels.hpp"
+#include "runtime/kernels/copy.hpp"
 
 #include <gtest/gtest.h>
 
@@ -497,6 +498,35 @@ TEST(Philox, KeysTellSeedsAndNamesApart) {
   EXPECT_NE(philox_key(1, "a", 1), philox_key(std::uint64_t{1} << 56, "a", 1));
   const unsigned char same[] = {1, 0, 0, 0, 0, 0, 0, 0, 'a'};
   EXPECT_EQ(philox_key(1, "a", 1), fnv1a64(same, sizeof same));
+}
+
+// -- copies --
+
+TEST(Copy, EveryByteAndNoOtherAtAnyPlaceAndLength) {
+  constexpr std::int64_t kStreamed = std::int64_t{4} << 20;
+  constexpr std::int64_t kGuard = 256;
+  std::vector<std::uint8_t> source(static_cast<std::size_t>(kStreamed + 70000 + 2 * kGuard));
+  std::uint32_t state = 1;
+  for (std::uint8_t& byte : source) {
+    state = state * 1664525U + 1013904223U;
+    byte = static_cast<std::uint8_t>(state >> 24);
+  }
+  std::vector<std::uint8_t> target(source.size());
+  for (const std::int64_t bytes :
+       {std::int64_t{0}, std::int64_t{1}, std::int64_t{4097}, kStreamed - 1, kStreamed,
+        kStreamed + 1, kStreamed + 63, kStreamed + 16384, kStreamed + 69999}) {
+    for (const std::int64_t to : {0, 1, 16, 63, 64}) {
+      for (const std::int64_t from : {0, 1, 64}) {
+        std::fill(target.begin(), target.end(), std::uint8_t{0xEE});
+        kernels::copy(target.data() + kGuard + to, source.data() + from, bytes);
+        const auto begin = target.begin() + kGuard + to;
+        ASSERT_TRUE(std::equal(begin, begin + bytes, source.begin() + from))
+            << bytes << " to " << to << " from " << from;
+        ASSERT_TRUE(std::all_of(target.begin(), begin, [](auto b) { return b == 0xEE; }));
+        ASSERT_TRUE(std::all_of(begin + bytes, target.end(), [](auto b) { return b == 0xEE; }));
+      }
+    }
+  }
 }
 
 }  // namespace
