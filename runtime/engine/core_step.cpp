@@ -242,16 +242,22 @@ void Core::update_all(float factor) {
   // one still takes part in the step's gathers.
   std::exception_ptr disk;
   bool stalled = false;  // by a peer's disk
+  // Gradients that a gone peer has on its disk or device, or what a device that failed has not
+  // updated.
+  bool lost = false;
   const auto from_disk = [&](auto&& body) {
-    if (disk != nullptr || stalled) return;
+    if (disk != nullptr || stalled || lost) return;
     try {
       body();
     } catch (const IoError&) {
       disk = std::current_exception();
       stream_->settle();
+    } catch (const Error& error) {
+      if (cause == nullptr) cause = std::current_exception();
+      endpoint_->fail("rank " + std::to_string(rank_) + ": " + error.what());
+      lost = true;
     }
   };
-  bool lost = false;  // gradients that a gone peer has on its disk or device
   if (device_plane_ != nullptr) {
     staged_.clear();
     staged_next_ = 0;
@@ -259,7 +265,7 @@ void Core::update_all(float factor) {
     for (const std::int32_t u : order_) {
       each_group(u, [&](std::int32_t g) { staged_.push_back(g); });
     }
-    device_plane_->begin_update();
+    from_disk([&] { device_plane_->begin_update(); });
   }
   if (blueprint_.options.stage == Stage::replicated) {
     const auto gather = [&](std::size_t k) {

@@ -71,7 +71,7 @@ class DevicePlane final : public DataPlane {
   /// buffer b, as soon as what left from it is gone.
   void bring(int b, const float* gradient, std::int64_t count, const void* parameter,
              std::int64_t bytes);
-  /// Waits until they are there.
+  /// Waits until they are there, also when peers are gone: the update is this rank's own.
   void arrived(int b);
   /// Starts to take the buffer's parameter back.
   void send(int b, void* parameter, std::int64_t bytes);
@@ -113,7 +113,8 @@ class DevicePlane final : public DataPlane {
   void gather_parameters(std::int32_t unit);
   void reduce_unit(const Work& work);
   /// The host waits; what: for messages. Throws CommError if a peer or the deadline ends it.
-  void await(device::NativeEvent event, std::string_view what);
+  /// alone: what becomes of peers does not matter.
+  void await(device::NativeEvent event, std::string_view what, bool alone = false);
   void check_communicators();
   void watch();
   void break_off(const std::string& message) noexcept;

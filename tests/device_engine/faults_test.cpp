@@ -251,6 +251,41 @@ TEST_F(CudaFaults, AKernelThatFaultsIsADeviceErrorAndTheEngineIsPoisoned) {
   expect_ends(ends(c), {"DeviceError", "CommError"}, "cudaErrorIllegalAddress", "kernel");
 }
 
+// Behind the vote nothing is guarded by the collectives of the pass: the update tells by itself.
+TEST_F(CudaFaults, ADeviceThatFailsInTheUpdatePoisonsItsEngineAndEndsPeers) {
+  for (const Tier tier : {Tier::device, Tier::host}) {
+    simulator::reset();
+    simulator::set_device_memory(std::int64_t{64} << 20);
+    lab::Case c = example(2, 2, 1);
+    c.options.offload.optimizer = tier;
+    const auto got = lab::outcomes(c.world, [&](const ProcessGroup& group) {
+      Engine engine(c.spec, c.optimizer, group, c.options);
+      const lab::CudaAccess mine(group.rank());
+      engine.begin_micro_steps(1);
+      while (engine.next_micro_step()) {
+        for (std::int32_t u = 4; u-- > 0;) {
+          Guard guard = engine.backward(UnitId{u}, mine.stream());
+          guard.commit();
+        }
+      }
+      group.barrier();
+      if (group.rank() == 1) {
+        simulator::fail({.call = tier == Tier::device ? "adamw" : "cudaMemcpyAsync",
+                         .after = tier == Tier::device ? 0 : 1,  // the norm's blocks come first
+                         .code = cudaErrorInvalidValue,
+                         .how = simulator::How::refused,
+                         .device = 1});
+      }
+      group.barrier();
+      const Outcome first = lab::outcome([&] { engine.step(); });
+      const Outcome again = lab::outcome([&] { engine.begin_micro_steps(1); });
+      EXPECT_EQ(first.type, group.rank() == 1 ? "DeviceError" : "CommError") << first.text;
+      EXPECT_EQ(first.text, again.text);
+    });
+    lab::expect_all(got, "nothing", {});
+  }
+}
+
 TEST_F(CudaFaults, ARemoteErrorOfNcclEndsEveryRank) {
   for (const char* call : {"ncclAllGather", "ncclSend"}) {
     simulator::reset();
