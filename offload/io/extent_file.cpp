@@ -12,25 +12,22 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <utility>
 
 #include "offload/io/thread.hpp"
 #include "runtime/base/bytes.hpp"
 #include "runtime/base/quote.hpp"
+#include "runtime/base/system_reason.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::offload {
 namespace {
 
 using base::human_bytes;
+using base::system_reason;
 
 constexpr char kOption[] = "offload.nvme_dir";
-
-std::string reason(int error) {
-  return fmt::format("{} (errno {})", std::strerror(error), error);
-}
 
 /// The path without slashes at its end, which would make a symbolic link a directory.
 std::string trimmed(const std::string& path) {
@@ -77,7 +74,7 @@ void check_directory(const std::string& path) {
   struct stat entry {};
   if (lstat(name.c_str(), &entry) != 0) {
     const int error = errno;
-    throw UsageError(fmt::format("{}: {}: {}. {}", kOption, quoted, reason(error),
+    throw UsageError(fmt::format("{}: {}: {}. {}", kOption, quoted, system_reason(error),
                                  error == ENOENT
                                      ? "Make the directory, on the disk that is to be used"
                                      : "Name a directory that can be reached"));
@@ -94,7 +91,7 @@ void check_directory(const std::string& path) {
   const base::Descriptor directory = open_directory(path);
   struct stat opened {};
   if (!directory.valid() || fstat(directory.get(), &opened) != 0) {
-    throw UsageError(fmt::format("{}: {}: {}", kOption, quoted, reason(errno)));
+    throw UsageError(fmt::format("{}: {}: {}", kOption, quoted, system_reason(errno)));
   }
   if (opened.st_uid != geteuid()) {
     throw UsageError(
@@ -105,7 +102,7 @@ void check_directory(const std::string& path) {
   if (faccessat(directory.get(), ".", W_OK | X_OK, AT_EACCESS) != 0) {
     const int error = errno;
     throw UsageError(
-        fmt::format("{}: {} cannot be written to: {}. {}", kOption, quoted, reason(error),
+        fmt::format("{}: {} cannot be written to: {}. {}", kOption, quoted, system_reason(error),
                     error == EROFS ? "Name a directory on a file system that is not read-only"
                                    : "chmod u+wx it"));
   }
@@ -151,7 +148,8 @@ ExtentFile ExtentFile::make(const std::string& directory, std::int64_t bytes, in
 void ExtentFile::open(int rank) {
   const base::Descriptor directory = open_directory(directory_);
   if (!directory.valid()) {
-    throw UsageError(fmt::format("{}: {}: {}", kOption, base::quoted(directory_), reason(errno)));
+    throw UsageError(
+        fmt::format("{}: {}: {}", kOption, base::quoted(directory_), system_reason(errno)));
   }
   // Without a name from the start: there is no moment at which a kill would leave anything, and no
   // other process can open it. O_EXCL: it never gets a name.
@@ -174,13 +172,13 @@ void ExtentFile::open(int rank) {
     if (error == EINVAL && direct != 0) continue;
     if (error == EROFS || error == EACCES || error == EPERM) {
       throw UsageError(fmt::format("{}: {} cannot be written to: {}", kOption,
-                                   base::quoted(directory_), reason(error)));
+                                   base::quoted(directory_), system_reason(error)));
     }
     throw IoError(fmt::format("cannot make a file in {}: {} (rank {})", base::quoted(directory_),
-                              reason(error), rank));
+                              system_reason(error), rank));
   }
   throw IoError(fmt::format("cannot make a file in {}: {} (rank {})", base::quoted(directory_),
-                            reason(errno), rank));
+                            system_reason(errno), rank));
 }
 
 /// For file systems without O_TMPFILE: a name for an instant, in a directory that only this user
@@ -190,7 +188,7 @@ void ExtentFile::open_named(int directory, bool direct, int rank) {
   std::string pattern = fmt::format("/proc/self/fd/{}/zshard-XXXXXX", directory);
   const auto fail = [&](const char* what, int error) {
     throw IoError(fmt::format("cannot make {} in {}: {} (rank {})", what, base::quoted(directory_),
-                              reason(error), rank));
+                              system_reason(error), rank));
   };
   if (mkdtemp(pattern.data()) == nullptr) fail("a private directory", errno);
   int error = 0;
@@ -244,14 +242,13 @@ void ExtentFile::reserve(int rank) {
   if (bytes_ == 0) return;
   const auto fail = [&](int error, const std::string& remedy) {
     throw IoError(fmt::format("cannot reserve {} bytes ({}) in {}: {} (rank {}); {} are free. {}",
-                              bytes_, human_bytes(bytes_), base::quoted(directory_), reason(error),
-                              rank, free_text(directory_), remedy));
+                              bytes_, human_bytes(bytes_), base::quoted(directory_),
+                              system_reason(error), rank, free_text(directory_), remedy));
   };
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       limit.rlim_cur < static_cast<rlim_t>(bytes_)) {
-    fail(EFBIG,
-         fmt::format("RLIMIT_FSIZE is {} bytes: raise it (ulimit -f unlimited)", limit.rlim_cur));
+    fail(EFBIG, fmt::format("RLIMIT_FSIZE is {} bytes", limit.rlim_cur));
   }
   const FileSizeSignalGuard guard;
   int error = 0;

@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <cerrno>
-#include <cstring>
 
 #include "runtime/base/quote.hpp"
+#include "runtime/base/system_reason.hpp"
 
 namespace zshard::offload {
 namespace {
@@ -16,7 +16,7 @@ std::string remedy_of(int error) {
     case EDQUOT:
       return "Free space, or name another directory (offload.nvme_dir)";
     case EFBIG:
-      return "Raise the limit of file sizes (ulimit -f unlimited)";
+      return "Or name another directory (offload.nvme_dir)";
     case EROFS:
       return "The file system has become read-only: see the kernel's log (dmesg)";
     case EIO:
@@ -80,7 +80,7 @@ std::string failure_text(const IoFailure& failure, const std::string& directory,
                   lies_there.empty() ? "" : ", ", lies_there);
   switch (failure.kind) {
     case Kind::system:
-      text += fmt::format("{} (errno {})", std::strerror(failure.error), failure.error);
+      text += base::system_reason(failure.error);
       if (failure.done > 0) text += fmt::format(" after {} bytes", failure.done);
       return text + ". " + remedy_of(failure.error);
     case Kind::end_of_file:
@@ -88,8 +88,7 @@ std::string failure_text(const IoFailure& failure, const std::string& directory,
                                 failure.done);
     case Kind::no_progress:
       if (failure.error != 0) {
-        return text + fmt::format("{} (errno {}), again and again. {}",
-                                  std::strerror(failure.error), failure.error,
+        return text + fmt::format("{}, again and again. {}", base::system_reason(failure.error),
                                   remedy_of(failure.error));
       }
       return text + fmt::format("short counts without progress after {} of {} bytes. {}",

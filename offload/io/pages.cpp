@@ -4,9 +4,9 @@
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
+#include "runtime/base/system_reason.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::offload {
@@ -23,7 +23,8 @@ Pages::Pages(std::int64_t bytes) {
   mapped_ = whole + (unit == kHuge ? kHuge : 0);
   mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping_ == MAP_FAILED) {
-    throw OutOfMemory(fmt::format("{} bytes of I/O memory: {}", mapped_, std::strerror(errno)));
+    throw OutOfMemory(
+        fmt::format("{} bytes of I/O memory: {}", mapped_, base::system_reason(errno)));
   }
   const auto address = reinterpret_cast<std::uintptr_t>(mapping_);
   data_ = static_cast<std::byte*>(mapping_) + ((unit - address % unit) % unit);

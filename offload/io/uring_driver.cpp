@@ -13,12 +13,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 #include <limits>
 #include <utility>
 
 #include "runtime/base/descriptor.hpp"
 #include "runtime/base/log.hpp"
+#include "runtime/base/system_reason.hpp"
 
 namespace zshard::offload {
 namespace {
@@ -28,7 +28,7 @@ constexpr std::uint64_t kWakeTag = std::numeric_limits<std::uint64_t>::max() - 1
 constexpr std::size_t kMostRegistered = std::size_t{1} << 30;
 
 std::string describe_error(int error) {
-  std::string text = fmt::format("{} (errno {})", std::strerror(error), error);
+  std::string text = base::system_reason(error);
   if (error == EPERM || error == EACCES) {
     text += "; kernel.io_uring_disabled or a seccomp filter forbids it";
   } else if (error == ENOSYS) {

@@ -15,6 +15,7 @@
 #include <new>
 #include <thread>
 
+#include "runtime/base/system_reason.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::comm {
@@ -80,7 +81,7 @@ Reply verdict_of(const std::exception_ptr& own, int rank) {
 }
 
 std::string failure(const std::string& what) {
-  return what + ": " + std::strerror(errno);
+  return what + ": " + base::system_reason(errno);
 }
 
 sockaddr_un address_of(const Placement& place, socklen_t* length) {
@@ -293,8 +294,7 @@ void Rendezvous::listen_for_all() {
     if (peer.valid()) {
       silent.push_back(std::move(peer));
     } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
-      give_up(failure("rank 0 cannot let its " + std::to_string(place_.world - 1) +
-                      " peers in; raise the limit of open files (ulimit -n)"));
+      give_up(failure("rank 0 cannot let its " + std::to_string(place_.world - 1) + " peers in"));
     }
   }
   const Reply welcome;
@@ -361,8 +361,7 @@ void Rendezvous::watch() {
         r == place_.rank ? -1 : static_cast<int>(syscall(SYS_pidfd_open, process(r), 0)));
     if (r != place_.rank && !pidfds_.back().valid() && errno == EMFILE) {
       throw CommError(failure("rank " + std::to_string(place_.rank) + " cannot watch its " +
-                              std::to_string(place_.world) +
-                              " peers; raise the limit of open files (ulimit -n)"));
+                              std::to_string(place_.world) + " peers"));
     }
   }
 }
@@ -376,7 +375,7 @@ bool Rendezvous::alive(int r) const {
 
 CommError Rendezvous::lost(int r, const std::string& what) const {
   return CommError("the ranks' meeting: " + what + " rank " + std::to_string(r) + " (process " +
-                   std::to_string(process(r)) + ") failed: " + std::strerror(errno) +
+                   std::to_string(process(r)) + ") failed: " + base::system_reason(errno) +
                    "; it may have ended, or the limit of open files (ulimit -n) is too low");
 }
 

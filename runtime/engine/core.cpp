@@ -14,6 +14,7 @@
 
 #include "offload/io/extent_file.hpp"
 #include "runtime/base/log.hpp"
+#include "runtime/base/system_reason.hpp"
 #include "runtime/engine/accelerator.hpp"
 #include "zshard/error.hpp"
 
@@ -34,7 +35,8 @@ void check_log_dir(const std::string& directory) {
   struct stat facts {};
   if (stat(directory.c_str(), &facts) == 0 && !S_ISDIR(facts.st_mode)) errno = ENOTDIR;
   if (S_ISDIR(facts.st_mode) && access(directory.c_str(), W_OK | X_OK) == 0) return;
-  throw UsageError("option log_dir: cannot write into " + directory + ": " + std::strerror(errno));
+  throw UsageError("option log_dir: cannot write into " + directory + ": " +
+                   base::system_reason(errno));
 }
 
 std::string first_difference(const std::string& a, const std::string& b, int rank_a, int rank_b) {
@@ -396,7 +398,7 @@ void Core::report(const std::string& cause) noexcept {
       base::log_error(base::Topic::comm, rank_, "the last collectives are in {}", path);
     } else {
       base::log_error(base::Topic::comm, rank_, "cannot write the last collectives to {}: {}", path,
-                      std::strerror(errno));
+                      base::system_reason(errno));
     }
   } catch (...) {
     base::log_error(base::Topic::comm, rank_, "no memory to report the last collectives");

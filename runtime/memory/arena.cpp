@@ -15,6 +15,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/base/system_reason.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::memory {
@@ -36,7 +37,7 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what, std::int64_t bytes, const std::string& remedy) {
   throw OutOfMemory("cannot " + what + " an arena of " + std::to_string(bytes) +
-                    " bytes: " + std::strerror(errno) + ". " + remedy);
+                    " bytes: " + base::system_reason(errno) + ". " + remedy);
 }
 
 constexpr const char* kRemedy =
@@ -99,14 +100,14 @@ std::shared_ptr<Arena> Arena::make_shared(std::int64_t bytes) {
   const std::int64_t reserved = round_to_arena(bytes);
   base::Descriptor memory(memfd_create("zshard", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.valid()) {
-    refuse("make a memfd for", bytes, "Raise the limit of open files (ulimit -n)");
+    refuse("make a memfd for", bytes, kRemedy);
   }
   // Past this limit the kernel would send SIGXFSZ.
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       limit.rlim_cur < static_cast<rlim_t>(reserved)) {
     errno = EFBIG;
-    refuse("size the memfd of", bytes, "Raise the limit of file sizes (ulimit -f)");
+    refuse("size the memfd of", bytes, kRemedy);
   }
   if (ftruncate(memory.get(), reserved) != 0) refuse("size the memfd of", bytes, kRemedy);
   // Reserved now: later a lack of memory would be a SIGBUS.

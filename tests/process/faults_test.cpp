@@ -1,5 +1,6 @@
 // One rank, a process, does something wrong or is no more: every survivor ends in time with an
 // error that names the rank and what it waited for.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <xxhash.h>
@@ -519,13 +520,23 @@ int descriptors() {
   return count - 1;  // the listing's own
 }
 
+int open_null() {
+  return open("/dev/null", O_RDONLY | O_CLOEXEC);
+}
+
 /// While it lives the process may take so much more of one resource.
 class Limit {
  public:
   Limit(const std::string& what, std::int64_t more) {
     if (what == "AS") set(RLIMIT_AS, status_kib("VmSize") * 1024 + more);
     if (what == "FSIZE") set(RLIMIT_FSIZE, more);
-    if (what == "NOFILE") set(RLIMIT_NOFILE, descriptors() + more);
+    if (what == "NOFILE") {
+      // What the process inherited has holes, and a new descriptor takes the lowest free number:
+      // without filling them the limit allows more than 'more'.
+      for (int next = open_null(); next < descriptors() - 1; next = open_null()) {
+      }
+      set(RLIMIT_NOFILE, descriptors() + more);
+    }
   }
   ~Limit() {
     if (which_ >= 0) setrlimit(static_cast<__rlimit_resource>(which_), &old_);

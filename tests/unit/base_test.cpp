@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +20,7 @@
 #include "runtime/base/log.hpp"
 #include "runtime/base/nearest.hpp"
 #include "runtime/base/quote.hpp"
+#include "runtime/base/system_reason.hpp"
 #include "zshard/types.hpp"
 
 namespace zshard::base {
@@ -387,6 +389,14 @@ TEST(LogOfAProcess, WarnsOnceAboutBadTextAndGoesOn) {
   EXPECT_EQ(count(text, "ZSHARD_LOG='debgu' is ignored"), 1) << text;
   EXPECT_EQ(count(text, "a warning line"), 1) << text;
   EXPECT_EQ(count(text, "an info line"), 0) << text;
+}
+
+TEST(SystemReason, GivesTextAndNumberAndTheLimitToRaise) {
+  EXPECT_EQ(system_reason(ENOENT), "No such file or directory (errno 2)");
+  EXPECT_EQ(system_reason(EMFILE),
+            "Too many open files (errno 24); raise the limit of open files (ulimit -n)");
+  EXPECT_NE(system_reason(ENFILE).find("fs.file-max"), std::string::npos);
+  EXPECT_NE(system_reason(EFBIG).find("ulimit -f"), std::string::npos);
 }
 
 }  // namespace
