@@ -337,6 +337,76 @@ void add_overlap(const std::shared_ptr<Machine>& m) {
               }});
 }
 
+// -- the update of state in host memory --
+
+/// Seconds of an update of `elements` bf16 parameters whose state is on the host, from step() to
+/// the last byte that comes back.
+double update_seconds(std::int64_t elements, zshard::UpdateOn on) {
+  zshard::ModelSpec spec;
+  constexpr int kUnits = 4;
+  for (int u = 0; u < kUnits; ++u) {
+    const std::string name = fmt::format("u{}", u);
+    spec.unit(name).parameter(name + ".w", {elements / kUnits}, {.dtype = DType::bf16});
+  }
+  zshard::EngineOptions options;
+  options.device = zshard::DeviceKind::cuda;
+  options.stage = zshard::Stage::gradients;
+  options.offload.optimizer = zshard::Tier::host;
+  options.offload.update_on = on;
+  double best = 0.0;
+  zshard::run_ranks(1, [&](const zshard::ProcessGroup& group) {
+    zshard::Engine engine(spec, zshard::AdamW{}, group, options);
+    for (int i = 0; i <= repeats(); ++i) {
+      for ([[maybe_unused]] const zshard::MicroStep micro : engine.micro_steps(1)) {
+        for (std::int32_t u = kUnits; u-- > 0;) {
+          zshard::Guard guard = engine.backward(zshard::UnitId{u});
+          guard.commit();
+        }
+      }
+      std::vector<float> one(1);
+      engine.read_gradient("u0.w", one);  // the passes are over
+      const double seconds = bench::timed([&] {
+        engine.step();
+        engine.read_state("u0.w", "exp_avg", one);
+      });
+      if (i == 1 || (i > 1 && seconds < best)) best = seconds;  // the first one warms up
+    }
+  });
+  return best;
+}
+
+/// What decides `update_on`: both ways beside each other. The limit is the copies alone: 12 bytes
+/// of state a parameter each way at once, or its gradient's 4 down and its 2 up.
+void add_update(const std::shared_ptr<Machine>& m, zshard::UpdateOn on) {
+  const bool by_device = on == zshard::UpdateOn::device;
+  bench::add({.name = fmt::format("update of host state/on the {}", by_device ? "GPU" : "host"),
+              .unit = "ns",
+              .limit = "the copies alone, pinned, a parameter",
+              .target = "",
+              .peers = "",
+              .measure = [=] {
+                const std::int64_t elements = buffer_bytes() / 4;
+                const double seconds = update_seconds(elements, on);
+                const std::int64_t bytes = buffer_bytes();
+                Memory a(*m->device, bytes);
+                Memory b(*m->device, bytes);
+                HostMemory to(*m->device, bytes, true);
+                HostMemory from(*m->device, bytes, true);
+                const double both = queued(m->down, [&] {
+                  m->device->copy(to.bytes(), a.bytes(), bytes, m->down.stream());
+                  m->device->copy(b.bytes(), from.bytes(), bytes, m->up.stream());
+                  m->up.finish();
+                });
+                const double down = queued(m->down, [&] {
+                  m->device->copy(to.bytes(), a.bytes(), bytes, m->down.stream());
+                });
+                // Buffers hold 4 bytes of each parameter.
+                const double limit = by_device ? 3 * both : down;
+                const double scale = 1e9 / static_cast<double>(elements);
+                return bench::Sample{seconds * scale, limit * scale, seconds};
+              }});
+}
+
 // -- between GPUs --
 
 /// In GB/s of the gathered buffer, on `world` GPUs, a thread each. Lines of repetitions.
@@ -420,6 +490,7 @@ int run(int argc, char** argv) {
   }
   for (const KernelRow& row : kernel_rows()) add_kernel(machine, row);
   add_overlap(machine);
+  for (const auto on : {zshard::UpdateOn::host, zshard::UpdateOn::device}) add_update(machine, on);
   const auto world = static_cast<int>(gpus.size());
   if (world == 1) {
     fmt::print("all-gather: skipped: one GPU\n");

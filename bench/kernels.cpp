@@ -16,6 +16,7 @@
 #include "bench/common/memory.hpp"
 #include "bench/common/row.hpp"
 #include "optimizers/rules.hpp"
+#include "runtime/kernels/copy.hpp"
 #include "runtime/kernels/kernels.hpp"
 
 namespace {
@@ -170,28 +171,25 @@ void add_kernel(const std::string& name, const Bytes& bytes, double target, int 
               .repetitions = bench::quick() ? 5 : 21});
 }
 
-/// The passes of a rule, as the engine calls them: in pieces where a 16-bit copy is published.
+/// The passes of a rule, as the engine calls them.
 Range update(const std::shared_ptr<const zshard::optimizers::Rule>& rule, bool publish) {
   return [=](std::int64_t lo, std::int64_t hi) {
-    constexpr std::int64_t kPublishChunk = 1024;
     Workspace& w = workspace();
     const auto constants = rule->constants(rule->defaults(), 10);
-    // The 16-bit parameters lie where nothing else is: in the arrays of the limit.
-    auto* published = reinterpret_cast<std::uint16_t*>(w.limit.data());
-    const std::int64_t chunk = publish ? kPublishChunk : hi - lo;
-    for (std::int64_t at = lo; at < hi; at += chunk) {
-      zshard::optimizers::Elements e;
-      e.count = std::min(chunk, hi - at);
-      e.parameter = w.parameter.data() + at;
-      e.slots[0] = w.m.data() + at;
-      e.slots[1] = w.v.data() + at;
-      e.gradient = w.gradient.data() + at;
-      e.factor = 0.5f;
-      for (const zshard::optimizers::Pass pass : rule->passes()) pass(e, constants, 10);
-      if (publish) {
-        zshard::kernels::narrow(e.parameter, DType::bf16, published + at, e.count);
-      }
+    zshard::optimizers::Elements e;
+    e.count = hi - lo;
+    e.parameter = w.parameter.data() + lo;
+    e.slots[0] = w.m.data() + lo;
+    e.slots[1] = w.v.data() + lo;
+    e.gradient = w.gradient.data() + lo;
+    e.factor = 0.5f;
+    if (publish) {
+      // The 16-bit parameters lie where nothing else is: in the arrays of the limit.
+      e.published = reinterpret_cast<std::uint16_t*>(w.limit.data()) + lo;
+      e.streams = true;
     }
+    for (const zshard::optimizers::Pass pass : rule->passes()) pass(e, constants, 10);
+    if (publish) zshard::kernels::finish_streaming();
   };
 }
 

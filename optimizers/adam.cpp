@@ -3,28 +3,16 @@
 #include "optimizers/adam_update.hpp"
 #include "optimizers/checks.hpp"
 #include "optimizers/rules.hpp"
+#include "optimizers/update_loop.hpp"
 
 namespace zshard::optimizers {
 namespace {
 
-template <bool decays>
-ZSHARD_INLINE void adam_loop(const Elements& elements, const Constants& constants) {
-  float* __restrict parameter = elements.parameter;
-  float* __restrict exp_avg = elements.slots[kExpAvg];
-  float* __restrict exp_avg_sq = elements.slots[kExpAvgSq];
-  const float* __restrict gradient = elements.gradient;
-  const std::int64_t count = elements.count;
-  const AdamElement<decays> element(constants, elements.factor);
-  for (std::int64_t i = 0; i < count; ++i) {
-    parameter[i] = element(parameter[i], gradient[i], exp_avg[i], exp_avg_sq[i]);
-  }
-}
-
 ZSHARD_CLONES void adam_pass(const Elements& elements, const Constants& constants, std::int64_t) {
   if (constants.value[kDecay] != 0.0f) {
-    adam_loop<true>(elements, constants);
+    update_loop<2>(elements, AdamElement<true>(constants, elements.factor));
   } else {
-    adam_loop<false>(elements, constants);
+    update_loop<2>(elements, AdamElement<false>(constants, elements.factor));
   }
 }
 

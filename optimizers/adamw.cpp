@@ -3,20 +3,13 @@
 #include "optimizers/adam_update.hpp"
 #include "optimizers/checks.hpp"
 #include "optimizers/rules.hpp"
+#include "optimizers/update_loop.hpp"
 
 namespace zshard::optimizers {
 namespace {
 
 ZSHARD_CLONES void adamw_pass(const Elements& elements, const Constants& constants, std::int64_t) {
-  float* __restrict parameter = elements.parameter;
-  float* __restrict exp_avg = elements.slots[kExpAvg];
-  float* __restrict exp_avg_sq = elements.slots[kExpAvgSq];
-  const float* __restrict gradient = elements.gradient;
-  const std::int64_t count = elements.count;
-  const AdamWElement element(constants, elements.factor);
-  for (std::int64_t i = 0; i < count; ++i) {
-    parameter[i] = element(parameter[i], gradient[i], exp_avg[i], exp_avg_sq[i]);
-  }
+  update_loop<2>(elements, AdamWElement(constants, elements.factor));
 }
 
 class AdamWRule final : public Rule {

@@ -46,6 +46,11 @@ struct Elements {
   std::int64_t count = 0;
   const double* sums =
       nullptr;  // [kMaxSums] per-tensor sums of the pass before, complete over all ranks
+  // Where the last pass leaves the new parameter rounded to a 16-bit dtype; null: nowhere.
+  void* published = nullptr;
+  DType dtype = DType::bf16;
+  /// Around the caches: for more than they hold. kernels::finish_streaming() has to follow.
+  bool streams = false;
 };
 
 /// An element pass. Gives the same bits however a range is cut.

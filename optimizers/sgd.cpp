@@ -3,30 +3,19 @@
 #include "optimizers/checks.hpp"
 #include "optimizers/rules.hpp"
 #include "optimizers/sgd_update.hpp"
+#include "optimizers/update_loop.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::optimizers {
 namespace {
 
-template <Momentum kind, bool decays>
-ZSHARD_INLINE void sgd_loop(const Elements& elements, const Constants& constants) {
-  float* __restrict parameter = elements.parameter;
-  float* __restrict buffer = kind == Momentum::none ? nullptr : elements.slots[kMomentumBuffer];
-  const float* __restrict gradient = elements.gradient;
-  const std::int64_t count = elements.count;
-  const SgdElement<kind, decays> element(constants, elements.factor);
-  for (std::int64_t i = 0; i < count; ++i) {
-    float none = 0.0f;
-    parameter[i] = element(parameter[i], gradient[i], kind == Momentum::none ? none : buffer[i]);
-  }
-}
-
 template <Momentum kind>
 ZSHARD_INLINE void sgd(const Elements& elements, const Constants& constants) {
+  constexpr int kSlots = kind == Momentum::none ? 0 : 1;
   if (constants.value[kSgdDecay] != 0.0f) {
-    sgd_loop<kind, true>(elements, constants);
+    update_loop<kSlots>(elements, SgdElement<kind, true>(constants, elements.factor));
   } else {
-    sgd_loop<kind, false>(elements, constants);
+    update_loop<kSlots>(elements, SgdElement<kind, false>(constants, elements.factor));
   }
 }
 

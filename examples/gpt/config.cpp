@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <iostream>
 
 namespace gpt {
@@ -67,7 +68,19 @@ void check(const Config& config) {
   require_number("--clip", config.clip, 0.0, 1e30);
   require_whole("--eval-interval", config.eval_interval, 0, 1'000'000'000);
   require_number("--val-fraction", config.val_fraction, 0.0, 0.999999);
-  if (config.ranks) require_whole("--ranks", *config.ranks, 1, 1024);
+  if (config.ranks) {
+    require_whole("--ranks", *config.ranks, 1, 1024);
+    // Each process of a launcher would train a model of its own, and none would say so.
+    for (const char* world :
+         {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+      const char* text = std::getenv(world);
+      require(text == nullptr || std::atoll(text) <= 1,
+              "--ranks makes ranks of this process' threads, but a launcher has started several "
+              "processes (" +
+                  std::string(world) + "=" + (text == nullptr ? "" : text) +
+                  "); leave --ranks away, or start one process");
+    }
+  }
   zshard::validate(config.engine);
 }
 

@@ -18,7 +18,9 @@ struct OffloadOptions {
   Tier optimizer = Tier::device;   ///< master weights and moments
   Tier gradients = Tier::device;   ///< the fp32 accumulators
   Tier parameters = Tier::device;  ///< stage 3 only
-  std::string nvme_dir{};          ///< directories for the nvme tier, separated by commas
+  UpdateOn update_on =
+      UpdateOn::automatic;  ///< of optimizer state off a GPU: which cores update it
+  std::string nvme_dir{};   ///< directories for the nvme tier, separated by commas
   std::optional<std::int64_t>
       optimizer_nvme_bytes{};  ///< least optimizer state on nvme, of the optimizer tier nvme;
                                ///< unset: all, or what host_budget leaves no room for

@@ -50,6 +50,9 @@ enum class Moments : std::uint8_t { f32, bf16, q8 };
 /// How the nvme tier talks to its files. `automatic` is io_uring where the system allows it.
 enum class IoBackendKind : std::uint8_t { automatic, io_uring, posix };
 
+/// What updates optimizer state that is off a GPU. `automatic` is the host.
+enum class UpdateOn : std::uint8_t { automatic, device, host };
+
 /// What a rank computes on: its threads, or a GPU through the CUDA plug-in. On `cuda` parameters
 /// and gradients are device memory.
 enum class DeviceKind : std::uint8_t { host, cuda };
@@ -91,5 +94,6 @@ std::string_view to_string(MasterWeights master);
 std::string_view to_string(Moments moments);
 std::string_view to_string(DeviceKind device);
 std::string_view to_string(IoBackendKind backend);  // "auto", "io_uring", "posix"
+std::string_view to_string(UpdateOn update);        // "auto", "device", "host"
 
 }  // namespace zshard

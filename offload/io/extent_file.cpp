@@ -28,6 +28,7 @@ using base::human_bytes;
 using base::system_reason;
 
 constexpr char kOption[] = "offload.nvme_dir";
+constexpr int kMostTries = 1000;
 
 /// The path without slashes at its end, which would make a symbolic link a directory.
 std::string trimmed(const std::string& path) {
@@ -53,19 +54,8 @@ std::string free_text(const std::string& directory) {
   return bytes < 0 ? "an unknown number of bytes" : human_bytes(bytes);
 }
 
-}  // namespace
-
-std::vector<std::string> split_directories(const std::string& list) {
-  std::vector<std::string> directories;
-  for (std::size_t at = 0; at <= list.size();) {
-    const std::size_t comma = std::min(list.find(',', at), list.size());
-    directories.push_back(list.substr(at, comma - at));
-    at = comma + 1;
-  }
-  return directories;
-}
-
-void check_directory(const std::string& path) {
+/// As check_directory(); which directory it is.
+struct stat checked(const std::string& path) {
   if (path.empty()) {
     throw UsageError(fmt::format("{}: a directory's name is empty", kOption));
   }
@@ -103,8 +93,39 @@ void check_directory(const std::string& path) {
     const int error = errno;
     throw UsageError(
         fmt::format("{}: {} cannot be written to: {}. {}", kOption, quoted, system_reason(error),
-                    error == EROFS ? "Name a directory on a file system that is not read-only"
-                                   : "chmod u+wx it"));
+                    error == EROFS    ? "Name a directory on a file system that is not read-only"
+                    : error == EACCES ? "chmod u+wx it"
+                                      : "Name another directory"));
+  }
+  return opened;
+}
+
+}  // namespace
+
+std::vector<std::string> split_directories(const std::string& list) {
+  std::vector<std::string> directories;
+  for (std::size_t at = 0; at <= list.size();) {
+    const std::size_t comma = std::min(list.find(',', at), list.size());
+    directories.push_back(list.substr(at, comma - at));
+    at = comma + 1;
+  }
+  return directories;
+}
+
+void check_directory(const std::string& path) {
+  checked(path);
+}
+
+void check_directories(const std::vector<std::string>& paths) {
+  std::map<std::pair<dev_t, ino_t>, std::string> seen;
+  for (const std::string& path : paths) {
+    const struct stat entry = checked(path);
+    const auto [first, added] = seen.try_emplace({entry.st_dev, entry.st_ino}, path);
+    if (added) continue;
+    throw UsageError(fmt::format(
+        "{}: {} and {} are the same directory; two files there share one disk and gain nothing. "
+        "Name each directory once",
+        kOption, base::quoted(first->second), base::quoted(path)));
   }
 }
 
@@ -251,10 +272,11 @@ void ExtentFile::reserve(int rank) {
     fail(EFBIG, fmt::format("RLIMIT_FSIZE is {} bytes", limit.rlim_cur));
   }
   const FileSizeSignalGuard guard;
-  int error = 0;
-  do {
+  // What a signal interrupts has set some of the space aside.
+  int error = EINTR;
+  for (int tries = 0; error == EINTR && tries < kMostTries; ++tries) {
     error = fallocate(descriptor(), 0, 0, bytes_) == 0 ? 0 : errno;
-  } while (error == EINTR);
+  }
   if (error == EOPNOTSUPP || error == ENOSYS) {
     error = ftruncate(descriptor(), bytes_) == 0 ? 0 : errno;
     if (error != 0) fail(error, "Name another directory");

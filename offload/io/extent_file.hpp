@@ -18,6 +18,8 @@ std::vector<std::string> split_directories(const std::string& list);
 /// Throws UsageError, with what to do, unless `path` is a directory, not a symbolic link, that this
 /// user owns and may write to.
 void check_directory(const std::string& path);
+/// The same of each, and that no two are one directory, whatever they are called.
+void check_directories(const std::vector<std::string>& paths);
 
 /// Space that is wanted in a directory.
 struct SpaceWanted {

@@ -74,13 +74,20 @@ class Stream {
     depth_ = setting.depth;
     const std::int64_t wanted = 2 * block_ * depth_;
     if (static_cast<std::int64_t>(pages_.bytes().size()) < wanted) pages_ = Pages(wanted);
-    std::unique_ptr<Driver> driver = make(setting);
-    std::string name = driver->name();
-    backend_ = std::make_unique<IoBackend>(
-        std::move(driver), StripeMap(file_.bytes(), block_, {1}),
-        BackendOptions{.block_bytes = block_, .deadline_seconds = kDeadline});
     requests_.reserve(static_cast<std::size_t>(depth_));
-    return name;
+    try {
+      std::unique_ptr<Driver> driver = make(setting);
+      std::string name = driver->name();
+      backend_ = std::make_unique<IoBackend>(
+          std::move(driver), StripeMap(file_.bytes(), block_, {1}),
+          BackendOptions{.block_bytes = block_, .deadline_seconds = kDeadline});
+      return name;
+    } catch (const std::system_error& error) {
+      throw IoError(fmt::format(
+          "bench io: cannot start the threads of {} x {} bytes: {}. Raise the limit of processes "
+          "(ulimit -u), or lower the depth",
+          depth_, block_, error.what()));
+    }
   }
 
   void run(Pass pass) {
@@ -155,7 +162,8 @@ class Streams {
     Measurement result{.backend = setting.backend,
                        .block_bytes = setting.block,
                        .depth = setting.depth,
-                       .threads = static_cast<int>(streams_.size())};
+                       .threads = static_cast<int>(streams_.size()),
+                       .bytes = bytes_};
     for (const auto& stream : streams_) result.driver = stream->use(setting);
     if (!std::exchange(written_, true)) run(Pass::write);
     for (int i = 0; i < repeats; ++i) {

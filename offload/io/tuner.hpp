@@ -15,11 +15,12 @@ struct Measurement {
   IoBackendKind backend = IoBackendKind::automatic;  // io_uring or posix
   std::int64_t block_bytes = 0;
   int depth = 0;
-  int threads = 0;     // independent streams, as ranks are
-  double read = 0.0;   // bytes a second, of all streams together
-  double write = 0.0;  // overwriting in place
-  double mixed = 0.0;  // reads and writes beside each other, both counted
-  std::string driver;  // "io_uring, registered buffers"
+  int threads = 0;         // independent streams, as ranks are
+  std::int64_t bytes = 0;  // moved in each pass, by all streams together
+  double read = 0.0;       // bytes a second, of all streams together
+  double write = 0.0;      // overwriting in place
+  double mixed = 0.0;      // reads and writes beside each other, both counted
+  std::string driver;      // "io_uring, registered buffers"
 };
 
 struct MeasureOptions {

@@ -54,7 +54,7 @@ class UringDriver final : public Driver {
   /// "" if the ring works.
   std::string open() {
     wake_ = base::Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!wake_.valid()) return "eventfd: " + describe_error(errno);
+    if (!wake_.valid()) return "eventfd: " + base::system_reason(errno);
     // Two more entries: the wake-up, and the time limit of kernels that take it as a request.
     const auto entries = static_cast<unsigned>(depth_ + 2);
     int error = -io_uring_queue_init(entries, &ring_, 0);

@@ -38,7 +38,9 @@ constexpr std::int64_t kMostBlock = 1024 * kMiB;  // one piece of registered mem
 constexpr std::int64_t kLeastProbe = 4 * kMiB;
 constexpr std::int64_t kMostProbe = 64 * kMiB;
 constexpr std::int64_t kProbeShare = 16;
-constexpr std::int64_t kMostReadBack = 32 * kMiB;  // memory for it
+// Memory of its own for that, beside the caller's buffers: plans leave room for little.
+constexpr std::int64_t kMostZeros = 4 * kMiB;
+constexpr std::int64_t kOwnReadBack = 8 * kMiB;
 /// Below this the speeds of several directories are not worth measuring.
 constexpr std::int64_t kLeastMeasured = 64 * kMiB;
 constexpr std::int64_t kMeasured = 16 * kMiB;  // of each directory
@@ -63,7 +65,7 @@ void check_options(const StoreOptions& options) {
     refuse(fmt::format("{} words for checksums, {} are needed", options.checksums.size(),
                        verify_words(options.bytes)));
   }
-  for (const std::string& directory : options.directories) check_directory(directory);
+  check_directories(options.directories);
 }
 
 /// Bytes a second of writing and reading back, one block at a time.
@@ -240,20 +242,23 @@ class DiskStore final : public Store {
       const std::int64_t probe = std::min(
           bytes,
           std::clamp(bytes / kProbeShare / kAlignment * kAlignment, kLeastProbe, kMostProbe));
-      const std::int64_t block = std::min(io().block_bytes(), probe);
-      Pages& zeros = state_->zeros = Pages(block);
-      // As much as is in flight, so that no two reads have the same memory.
-      const std::int64_t places =
-          std::clamp(kMostReadBack / block, std::int64_t{1}, std::int64_t{options().depth});
-      Pages& back = state_->back = Pages(std::min(places * block, probe));
+      Pages& zeros = state_->zeros = Pages(std::min({io().block_bytes(), probe, kMostZeros}));
+      // As much as is in flight, so that no two reads have the same memory. Nobody uses the buffers
+      // yet, and what comes there are zeros.
+      Pages& back = state_->back;
+      std::span<std::byte> target = options().buffers;
+      if (static_cast<std::int64_t>(target.size()) < std::min(probe, kOwnReadBack)) {
+        back = Pages(std::min(probe, kOwnReadBack));
+        target = back.bytes();
+      }
       raw_write_ = pass(Operation::write, probe, zeros.bytes());
       // Fresh extents are slower than those that are overwritten, which is what steps do.
       if (bytes > kLeastProbe) raw_write_ = pass(Operation::write, probe, zeros.bytes());
-      raw_read_ = pass(Operation::read, probe, back.bytes());
+      raw_read_ = pass(Operation::read, probe, target);
       io().fill(probe, std::move(zeros));
       // Nothing is set aside there: a full disk has to show now, not in the middle of training.
       if (!reserved && probe < bytes) {
-        const IoRequest last{Operation::read, bytes - kAlignment, kAlignment, back.bytes().data()};
+        const IoRequest last{Operation::read, bytes - kAlignment, kAlignment, target.data()};
         run(io().submit({&last, 1}));
       }
       back = Pages();
@@ -268,8 +273,9 @@ class DiskStore final : public Store {
   /// Bytes a second of one pass over the first `bytes`, its blocks in turn in the blocks of
   /// `memory`; writes may have one for all.
   double pass(Operation operation, std::int64_t bytes, std::span<std::byte> memory) {
-    const std::int64_t block = std::min(io().block_bytes(), bytes);
-    const auto places = static_cast<std::int64_t>(memory.size()) / block;
+    const std::int64_t room = static_cast<std::int64_t>(memory.size()) / kAlignment * kAlignment;
+    const std::int64_t block = std::min({io().block_bytes(), bytes, room});
+    const std::int64_t places = std::min<std::int64_t>(room / block, options().depth);
     const std::int64_t in_flight =
         operation == Operation::read ? places : std::int64_t{options().depth};
     std::vector<Ticket> tickets(static_cast<std::size_t>(in_flight), 0);

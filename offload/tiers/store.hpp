@@ -32,7 +32,8 @@ struct StoreOptions {
   double deadline_seconds = 600;  // longest wait for one transfer
   /// What lies at an offset, for messages: "moments of unit h.0".
   std::function<std::string(std::int64_t offset)> describe;
-  std::span<std::byte> buffers;  // memory of most transfers, to be registered; kAlignment
+  /// Memory of most transfers, to be registered; kAlignment. make() reads zeros into it.
+  std::span<std::byte> buffers;
   /// Where the checksums are kept; empty: no verification. verify_words(bytes) elements.
   std::span<std::uint64_t> checksums;
   /// Owns the memory of transfers: kept where a device does not answer, as long as it may still

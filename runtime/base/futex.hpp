@@ -27,6 +27,8 @@ class Counter {
     value_.fetch_add(amount, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake(value_);
   }
+  /// Grows by one and leaves the waking, by nudge(), to the caller.
+  void advance() { value_.fetch_add(1, std::memory_order_seq_cst); }
   [[nodiscard]] std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
   /// True once the counter has reached target, in arithmetic that wraps.
   [[nodiscard]] bool reached(std::uint32_t target) const {

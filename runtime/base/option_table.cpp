@@ -273,6 +273,13 @@ std::vector<OptionRow> make_rows() {
            .deepspeed = {{"zero_optimization.offload_param.device", DeepspeedValue::tier}}},
           [](auto& o) -> auto& { return o.offload.parameters; }, tiers()),
       row(
+          {.name = "update_on",
+           .help = "with device = cuda, what updates optimizer state that is on the host or on "
+                   "nvme: the host's cores, or the GPU, through which the state then passes. auto: "
+                   "the host"},
+          [](auto& o) -> auto& { return o.offload.update_on; },
+          choice({UpdateOn::automatic, UpdateOn::device, UpdateOn::host})),
+      row(
           {.name = "offload.nvme_dir",
            .help = "directories for the nvme tier, separated by commas",
            .deepspeed = {{"zero_optimization.offload_optimizer.nvme_path",

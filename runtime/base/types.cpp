@@ -123,6 +123,18 @@ std::string_view to_string(DeviceKind device) {
   return kInvalid;
 }
 
+std::string_view to_string(UpdateOn update) {
+  switch (update) {
+    case UpdateOn::automatic:
+      return "auto";
+    case UpdateOn::device:
+      return "device";
+    case UpdateOn::host:
+      return "host";
+  }
+  return kInvalid;
+}
+
 std::string_view to_string(IoBackendKind backend) {
   switch (backend) {
     case IoBackendKind::automatic:

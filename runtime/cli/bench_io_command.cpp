@@ -127,7 +127,8 @@ CLI::App* BenchIoCommand::describe(CLI::App& tool) {
   add_text(*command, "--dir", "DIR", "directory on the disk; a file is made there, and goes again",
            [this](const std::string& text) { directory_ = text; })
       ->required();
-  add_text(*command, "--size", "BYTES", "of the file, moved in each pass; default 1GiB",
+  add_text(*command, "--size", "BYTES",
+           "of the file, moved in each pass, in whole blocks; default 1GiB",
            [this](const std::string& text) { size_ = bytes("--size", text, 4096, kMostBytes); });
   add_text(*command, "--block", "BYTES", "of one request",
            [this](const std::string& text) { block_ = bytes("--block", text, 4096, kMostBlock); });
@@ -216,7 +217,7 @@ std::string BenchIoCommand::text_of(const std::vector<Measurement>& table, const
       directory_, base::human_bytes(free), grouped(free / kStateBytes), kStateBytes);
   text += fmt::format("{:<10}{:>12}{:>7}{:>9}{:>9}{:>9}  GB/s, {} {}, {}\n", "backend", "block",
                       "depth", "read", "write", "mixed", threads_,
-                      threads_ == 1 ? "stream" : "streams", base::human_bytes(size_));
+                      threads_ == 1 ? "stream" : "streams", base::human_bytes(best.bytes));
   for (const Measurement& m : table) text += row_of(m);
   text += fmt::format("\n{}: {} ({}), {} x {}\n", table.size() > 1 ? "recommended" : "measured",
                       to_string(best.backend), best.driver, base::human_bytes(best.block_bytes),
@@ -257,7 +258,7 @@ ExitCode BenchIoCommand::run(const std::vector<std::string>& others) {
   for (const auto& [name, value] : configuration(best)) options[name] = value;
   print(json_line({{"directory", directory_},
                    {"free_bytes", free},
-                   {"size_bytes", size_},
+                   {"size_bytes", best.bytes},
                    {"settings", rows},
                    {table.size() > 1 ? "recommended" : "measured", json_of(best)},
                    {"options", options},

@@ -228,7 +228,7 @@ Capacity PlanCommand::capacity(const EngineOptions& options) const {
     result.disk = *disk_;
   } else if (!options.offload.nvme_dir.empty()) {
     const auto directories = offload::split_directories(options.offload.nvme_dir);
-    for (const std::string& directory : directories) offload::check_directory(directory);
+    offload::check_directories(directories);
     result.disk = free_disk(directories);
   }
   return result;

@@ -75,8 +75,17 @@ void ControlBoard::leave(int r, const std::string& reason) const {
 }
 
 std::optional<Operation> ControlBoard::inside(int r) const {
-  const std::uint32_t word = rank(r).inside.load(std::memory_order_acquire);
+  const Rank& peer = rank(r);
+  const std::uint32_t word = peer.inside.load(std::memory_order_acquire);
   if (word == 0) return std::nullopt;
+  // A call that every rank has finished is over, however long the system keeps r from leaving it.
+  const std::uint32_t call = peer.arrived.load(std::memory_order_acquire);
+  bool over = true;
+  for (int i = 0; i < world_; ++i) {
+    const std::uint32_t done = rank(i).done.load(std::memory_order_acquire);
+    over = over && static_cast<std::int32_t>(done - call) >= 0;
+  }
+  if (over) return std::nullopt;
   return static_cast<Operation>(word - 1);
 }
 

@@ -53,7 +53,7 @@ class ControlBoard {
   [[nodiscard]] bool broken() const;
   [[nodiscard]] std::string why() const;
   void leave(int r, const std::string& reason) const;
-  /// The call that rank r is in.
+  /// The call that rank r is in, and that some rank has not finished.
   [[nodiscard]] std::optional<Operation> inside(int r) const;
   [[nodiscard]] std::optional<std::string> left(int r) const;
 

@@ -24,8 +24,6 @@ struct Family {
   const char* job;          // names the job; null: the parent process, which is the launcher's
 };
 
-// A world of 1 in a parent's environment must not hide another launcher's, so each family has both
-// names.
 constexpr Family kFamilies[] = {
     {"torchrun-style variables", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"},
     {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -39,18 +37,44 @@ const char* value_of(const char* name) {
   return text != nullptr && *text != '\0' ? text : nullptr;
 }
 
+std::optional<int> whole(const char* text) {
+  int value = 0;
+  const char* end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, value);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return value;
+}
+
 int number(const char* name, int low, int high) {
   const char* text = value_of(name);
   if (text == nullptr)
     throw UsageError(std::string(name) + " is not set, but its launcher's other variables are");
-  int value = 0;
-  const char* end = text + std::strlen(text);
-  const auto [stop, error] = std::from_chars(text, end, value);
-  if (error != std::errc() || stop != end || value < low || value > high) {
+  const std::optional<int> value = whole(text);
+  if (!value || *value < low || *value > high) {
     throw UsageError(std::string(name) + "=" + text + ": must be a whole number from " +
                      std::to_string(low) + " to " + std::to_string(high));
   }
-  return value;
+  return *value;
+}
+
+/// One launcher may start another, so families may differ. But torchrun-style variables are also
+/// what a person exports and forgets: a rank alone where another launcher has several would train
+/// by itself without a word, and another rank of as many would wait for its own double.
+void refuse_contradictions(const Family& chosen, const Placement& place) {
+  if (&chosen != &kFamilies[0]) return;
+  for (const Family& other : kFamilies) {
+    const char* const world_text = value_of(other.world);
+    const char* const rank_text = value_of(other.rank);
+    if (&other == &chosen || world_text == nullptr || rank_text == nullptr) continue;
+    const std::optional<int> world = whole(world_text);
+    const std::optional<int> rank = whole(rank_text);
+    if (!world || !rank || *world <= 1) continue;
+    if (place.world != 1 && (*world != place.world || *rank == place.rank)) continue;
+    throw UsageError(std::string(chosen.rank) + "=" + std::to_string(place.rank) + " of " +
+                     chosen.world + "=" + std::to_string(place.world) + ", but " + other.rank +
+                     "=" + rank_text + " of " + other.world + "=" + world_text +
+                     ": two launchers say which rank this is; unset the variables of one");
+  }
 }
 
 }  // namespace
@@ -68,6 +92,7 @@ std::optional<Placement> placement_from_environment() {
       throw UsageError(std::string(family.rank) + "=" + std::to_string(place.rank) +
                        " is not below " + family.world + "=" + std::to_string(place.world));
     }
+    refuse_contradictions(family, place);
     if (value_of(family.local_world) != nullptr) {
       const int local = number(family.local_world, 1, kMostRanks);
       if (local != place.world) {

@@ -17,7 +17,8 @@ struct Placement {
 /// Reads RANK, WORLD_SIZE (torchrun style), OMPI_COMM_WORLD_* (Open MPI), PMI_* (MPICH), SLURM_*:
 /// the first family of which any variable is set counts. nullopt: no launcher. UsageError for a
 /// family that is incomplete, is no number, has rank >= world, a world above 1024, or ranks on
-/// several machines.
+/// several machines, and for torchrun-style variables that another launcher's contradict: a rank
+/// alone where that has several, or another rank of as many.
 std::optional<Placement> placement_from_environment();
 
 /// ZSHARD_DEADLINE_SECONDS, or 600. UsageError if it makes no sense.

@@ -5,6 +5,22 @@
 
 namespace zshard::comm {
 
+namespace {
+
+/// What mends an error whose cause only NCCL's own account names.
+const char* remedy(const std::string& text) {
+  if (text.find("Duplicate GPU detected") != std::string::npos) {
+    return " Start at most one rank for each GPU; NCCL 2.30 and later share one with "
+           "NCCL_MULTI_RANK_GPU_ENABLE=1.";
+  }
+  if (text.find("Mismatched NCCL version") != std::string::npos) {
+    return " Every rank must load the same libnccl.so.";
+  }
+  return "";
+}
+
+}  // namespace
+
 std::string nccl_error(ncclResult_t code, ncclComm_t comm, const char* call, const char* file,
                        int line) {
   std::string text = std::string(call) + " failed: " + ncclGetErrorString(code);
@@ -12,8 +28,9 @@ std::string nccl_error(ncclResult_t code, ncclComm_t comm, const char* call, con
   const char* account = ncclGetLastError(comm);
   if (account != nullptr && account[0] != '\0') text += ": " + std::string(account);
   while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
-  text += device::place(file, line);
-  return text + ". NCCL_DEBUG=WARN makes NCCL say more.";
+  const char* mends = remedy(text);
+  text += device::place(file, line) + ".";
+  return text + mends + " NCCL_DEBUG=WARN makes NCCL say more.";
 }
 
 void check_nccl(ncclResult_t code, const char* call, const char* file, int line) {

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "runtime/base/futex.hpp"
@@ -74,7 +76,12 @@ class ThreadStream final : public Stream {
         continue;
       }
       kick();  // who has the turn may have taken its last look at the queue before the submit
-      completes_.wait(low, [this] { return failed_.load(); });
+      completes_.wait(low, [this, count] {
+        std::uint64_t lowest = awaited_.load();
+        while (count < lowest && !awaited_.compare_exchange_weak(lowest, count)) {
+        }
+        return failed_.load();
+      });
     }
     if (failed_.load() && completed_.load() < count) std::rethrow_exception(failure_);
   }
@@ -86,8 +93,12 @@ class ThreadStream final : public Stream {
   void work() {
     std::uint32_t seen = 0;
     while (true) {
-      while (!wakes_.wait(seen + 1, [this] { return stop_.load(); }) && !stop_.load()) {
-      }
+      // Every slice it looks for tasks that nobody woke it for.
+      bool slept = false;
+      wakes_.wait(seen + 1, [&] {
+        const bool waiting = !failed_.load() && completed_.load() < submitted_.load();
+        return stop_.load() || (std::exchange(slept, true) && waiting);
+      });
       if (stop_.load()) return;
       seen = wakes_.value();  // before the tasks: a later wake is for later ones
       // Not waiting for the turn: who has it says when there is something left to do.
@@ -116,7 +127,12 @@ class ThreadStream final : public Stream {
       return false;
     }
     completed_.store(next + 1, std::memory_order_release);
-    completes_.add();
+    completes_.advance();
+    // A sleeper is woken for what it waits for, not for every task before that.
+    if (next + 1 >= awaited_.load()) {
+      awaited_.store(kNobody);
+      completes_.nudge();
+    }
     return true;
   }
 
@@ -136,6 +152,8 @@ class ThreadStream final : public Stream {
   base::Counter wakes_;
   std::mutex turn_;  // of the thread that runs tasks: the worker, or one that waits
   base::Counter completes_;
+  static constexpr std::uint64_t kNobody = std::numeric_limits<std::uint64_t>::max();
+  std::atomic<std::uint64_t> awaited_{kNobody};  // the lowest count that a sleeper waits for
   std::atomic<bool> declined_{false};  // the worker was woken while another thread had the turn
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};

@@ -3,10 +3,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+
+#include "runtime/base/futex.hpp"
 
 namespace zshard::device {
 
@@ -27,8 +30,9 @@ class Stream {
   /// Appends a task. Blocks only while the queue is full (`capacity` of make_*).
   virtual void submit(const Task& task) = 0;
   /// Says that the caller goes on without waiting: what it has submitted runs beside it from now
-  /// on.
+  /// on. Without it the tasks run once somebody waits for them, and within kSlice.
   virtual void kick() = 0;
+  static constexpr std::chrono::microseconds kSlice{base::kSliceMicroseconds};
   /// Returns once the first `count` tasks are complete. Everything they wrote is visible
   /// afterwards. Throws the first task's error that stopped the stream.
   virtual void wait(std::uint64_t count) = 0;

@@ -57,15 +57,11 @@ void check_served(const ModelSpec& spec, const Optimizer& optimizer, const Engin
     throw UsageError("offload.parameters = " + std::string(to_string(tiers.parameters)) +
                      " needs stage 3 (stage = parameters): below it parameters stay on the device");
   }
-  if (options.device != DeviceKind::host && tiers.gradients != Tier::device) {
-    refuse("device = " + std::string(to_string(options.device)) +
-           " with offload.gradients = " + std::string(to_string(tiers.gradients)));
-  }
-  if (options.device != DeviceKind::host && tiers.parameters != Tier::device &&
+  if (tiers.update_on == UpdateOn::host && options.device != DeviceKind::host &&
       tiers.optimizer == Tier::device) {
-    throw UsageError("offload.parameters = " + std::string(to_string(tiers.parameters)) +
-                     " on a GPU needs offload.optimizer = host or nvme: the update runs where the "
-                     "state is");
+    throw UsageError(
+        "update_on = host needs offload.optimizer = host or nvme: state on the GPU is updated "
+        "there");
   }
   const optimizers::Rule& rule = optimizer.rule();
   rule.validate(rule.defaults());
@@ -96,19 +92,22 @@ Blueprint Blueprint::make(const ModelSpec& spec, const Optimizer& optimizer, int
   input.optimizer_tier = options.offload.optimizer;
   input.gradient_tier = options.offload.gradients;
   input.parameter_tier = options.offload.parameters;
+  input.kernels = options.device != DeviceKind::host;
   input.tiers = &b.tiers;
   TierInput tiers;
   tiers.stage = options.stage;
   tiers.offload = options.offload;
   tiers.sub_group_bytes = options.sub_group_bytes;
   tiers.slots = static_cast<int>(input.moments.size());
-  tiers.cut = options.device != DeviceKind::host && options.offload.optimizer != Tier::device;
+  tiers.cut = DeviceMap::cuts(options);
   const auto plan = [&] {
     b.tiers = make_tier_map(*b.layout, tiers);
-    b.device = DeviceMap::make(*b.layout, b.tiers, options);
+    b.device = DeviceMap::make(*b.layout, b.tiers, options, tiers.slots);
     b.plan = make_plan(*b.layout, b.training, input);
-    b.plan.add(Category::communication_staging, Tier::device, b.device.received_bytes);
+    b.plan.add(Category::communication_staging, Tier::device,
+               b.device.received_bytes + DeviceMap::kPieces * b.device.piece_bytes);
     b.plan.add(Category::io_staging, Tier::host, b.device.staging_bytes);
+    b.plan.add(Category::io_staging, Tier::device, b.device.upload_bytes);
   };
   plan();
   if (b.tiers.optimizer && !options.offload.optimizer_nvme_bytes && options.host_budget) {
@@ -140,9 +139,11 @@ std::string Blueprint::identity() const {
   line("wire", options.wire ? std::string(to_string(*options.wire)) : "unset");
   line("reduction_group", std::to_string(options.reduction_group));
   line("loss_scale", exact(options.loss_scale));
-  // Peers read each other's staging memory, and wait for each other's disks.
+  // Peers read each other's staging memory, and wait for each other's disks. What is on a device
+  // they get by a collective.
   const auto tier = [&](const std::string& name, Tier where) {
-    line(name, where == Tier::nvme ? "nvme" : "device or host");
+    const bool same = options.device == DeviceKind::host && where != Tier::nvme;
+    line(name, same ? "device or host" : std::string(to_string(where)));
   };
   tier("offload.optimizer", options.offload.optimizer);
   tier("offload.gradients", options.offload.gradients);

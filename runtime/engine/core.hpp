@@ -220,15 +220,25 @@ class Core final : private CursorSink {
   };
   /// buffer: that its pieces on disk were read into; null leaves them out.
   [[nodiscard]] GroupMemory memory_of(const SubGroup& g, std::byte* buffer, int half) const;
+  [[nodiscard]] const shard::Segment& segment_of(const SubGroup& g) const;
+  /// Zeros behind the parameter of a group, up to the end of its piece on disk.
+  void zero_behind(const SubGroup& g, const GroupMemory& at) const;
   /// For each parameter of the group, the elements of it that this rank updates, counted within
   /// what the rank updates of the segment.
   template <class Body>
   void each_range(const SubGroup& g, Body&& body) const;
+  /// A group, by a device rank's kernels: what is not on the device passes through a buffer there.
+  void update_by_device(std::int32_t group, float factor, int half);
   void update_on_device(const SubGroup& g, const GroupMemory& at, float factor);
   void update_on_host(const SubGroup& g, const GroupMemory& at, float factor, bool zero_padding);
   /// Brings the group's gradient and parameter to the host, and starts to bring the next ones.
   /// Returns their buffer.
   int bring_group(std::int32_t group, int half);
+  /// Sends groups that the device has updated to disk, in order, but for the last `left`. Throws
+  /// IoError.
+  void publish_updates(std::size_t left);
+  /// After an IoError: keeps what is updated and not on disk, for resume_step().
+  void keep_updates();
   void finish_step(StepReport& report);
   void fill_report_totals(StepReport& report);
 
@@ -236,6 +246,8 @@ class Core final : private CursorSink {
   [[nodiscard]] Location locate_held(ParameterId id) const;  // UsageError if its unit is not held
   [[nodiscard]] Location locate(const std::string& name) const;
   void fill_own(UnitId unit, const Initializer& fill);
+  /// Host memory that a device's copies use is the caller's afterwards.
+  void settle();
   void rendezvous(comm::Operation operation, std::uint64_t tag);
   /// After a tensor was written: brings it to disk, and drops what buffers held of it.
   void forget_buffers();
@@ -309,12 +321,20 @@ class Core final : private CursorSink {
   std::vector<optimizers::Resolved> resolved_;    // per class, of the present step
   std::vector<optimizers::Constants> constants_;  // per class
   std::vector<double> argument_words_;
-  std::vector<std::int32_t> order_;           // touched units in update order
-  std::vector<std::int32_t> streamed_;        // their sub-groups on disk, likewise
-  bool prefetched_ = false;                   // for the coming step
-  std::vector<std::int32_t> staged_;          // groups that a device rank updates on the host
-  std::size_t staged_next_ = 0;               // the next one to be updated
-  std::size_t staged_brought_ = 0;            // the next one to be brought
+  std::vector<std::int32_t> order_;     // touched units in update order
+  std::vector<std::int32_t> streamed_;  // their sub-groups on disk, likewise
+  bool prefetched_ = false;             // for the coming step
+  std::vector<std::int32_t> staged_;    // groups that a device rank updates on the host
+  std::size_t staged_next_ = 0;         // the next one to be updated
+  std::size_t staged_brought_ = 0;      // the next one to be brought
+  // Groups in buffers of the stream that the device updates: the oldest first.
+  struct Lowered {
+    std::int32_t group = -1;
+    int buffer = 0;
+  };
+  std::array<Lowered, DeviceMap::kBuffers> lowered_{};
+  std::size_t lowered_count_ = 0;
+  int raised_ = 0;                            // groups that passed through the device's buffers
   std::vector<std::uint32_t> disk_failures_;  // per rank, of the last agree_on_disks()
   std::exception_ptr interrupted_;            // the I/O error that resume_step() has to make good
   StepReport interrupted_report_;
@@ -341,7 +361,7 @@ auto Core::guarded(Body&& body) {
   struct Kick {
     Core& core;
     ~Kick() {
-      if (core.plane_ != nullptr) core.plane_->kick();
+      if (core.plane_ != nullptr) core.plane_->go_on();
     }
   } const kick{*this};
   try {

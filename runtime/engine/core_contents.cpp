@@ -127,6 +127,10 @@ Core::Spot Core::spot(int r, const Location& at, Tensor tensor, std::int64_t ele
           g.first + g.count - element};
 }
 
+void Core::settle() {
+  if (device_plane_ != nullptr) device_plane_->settle();
+}
+
 bool Core::on_device(const Location& at, Tensor tensor) const {
   if (device_plane_ == nullptr) return false;
   const OffloadOptions& tiers = blueprint_.options.offload;
@@ -261,6 +265,7 @@ void Core::read(Content content, const std::string& name, const std::string& slo
       plane_->drain();
       plane_->flush_gradients();
     }
+    settle();
     const std::uint64_t tag =
         tag_of(content, name, slot, first, static_cast<std::int64_t>(out.size()));
     rendezvous(comm::Operation::read, tag);
@@ -311,6 +316,7 @@ void Core::write(Content content, const std::string& name, const std::string& sl
     // Peers that passed over parts of an evaluation still read here.
     plane_->drain();
     plane_->flush_gradients();
+    settle();
     const std::uint64_t tag =
         mix(tag_of(content, name, slot, first, static_cast<std::int64_t>(values.size())),
             values.data(), values.size() * 4);
@@ -428,6 +434,7 @@ void Core::initialize(UnitId unit, const Initializer& fill) {
   guarded([&] {
     const auto tag = static_cast<std::uint64_t>(u);
     plane_->drain();
+    settle();
     rendezvous(comm::Operation::initialize, 4 * tag);
     std::exception_ptr failure;
     std::exception_ptr disk;

@@ -9,19 +9,16 @@
 
 #include "runtime/engine/core.hpp"
 #include "runtime/kernels/clip.hpp"
-#include "runtime/kernels/kernels.hpp"
+#include "runtime/kernels/copy.hpp"
 #include "zshard/error.hpp"
 
 namespace zshard::engine {
 namespace {
 
-// Elements of a 16-bit segment that are updated and published together, while they are in the
-// cache.
-constexpr std::int64_t kPublishChunk = 1024;
-
-// Bytes of step gathers that are worth waking their thread for; what is less waits for more, or for
-// the end of the update, where the caller does it.
-constexpr std::int64_t kWorthAWake = std::int64_t{4} << 20;
+// Elements whose update is worth a thread.
+constexpr std::int64_t kUpdateGrain = 1024;
+// Elements whose state alone is more than a core's own caches hold.
+constexpr std::int64_t kWorthStreaming = std::int64_t{256} << 10;
 
 HyperParameters of(const StepOptions& o) {
   return {o.lr, o.weight_decay, o.beta1, o.beta2, o.eps, o.momentum};
@@ -245,23 +242,27 @@ void Core::update_all(float factor) {
   // Gradients that a gone peer has on its disk or device, or what a device that failed has not
   // updated.
   bool lost = false;
-  const auto from_disk = [&](auto&& body) {
-    if (disk != nullptr || stalled || lost) return;
+  const auto alone = [&](auto&& body) {
     try {
       body();
     } catch (const IoError&) {
       disk = std::current_exception();
-      stream_->settle();
     } catch (const Error& error) {
       if (cause == nullptr) cause = std::current_exception();
       endpoint_->fail("rank " + std::to_string(rank_) + ": " + error.what());
       lost = true;
     }
   };
+  const auto from_disk = [&](auto&& body) {
+    if (disk != nullptr || stalled || lost) return;
+    alone(body);
+    if (disk != nullptr) alone([&] { keep_updates(); });
+  };
   if (device_plane_ != nullptr) {
     staged_.clear();
     staged_next_ = 0;
     staged_brought_ = 0;
+    lowered_count_ = 0;
     for (const std::int32_t u : order_) {
       each_group(u, [&](std::int32_t g) { staged_.push_back(g); });
     }
@@ -291,20 +292,16 @@ void Core::update_all(float factor) {
       } else if (!plane_->gathered(half)) {
         stalled = true;
         if (disk == nullptr) disk = plane_->gather_failure(half);
-        stream_->settle();
+        alone([&] { keep_updates(); });
       }
       from_disk([&] { update_unit(order_[k], factor, half); });
     }
   } else {
-    std::int64_t issued = 0;  // bytes
     for (const std::int32_t u : order_) {
       from_disk([&] { update_unit(u, factor, 0); });
       with_peers([&] {
         cursor_->step_gather(u);
-        issued += blueprint_.layout->units()[static_cast<std::size_t>(u)].gradient_bytes;
-        if (issued < kWorthAWake) return;
-        plane_->kick();  // while the next unit is updated
-        issued = 0;
+        plane_->go_on();  // while the next unit is updated
       });
     }
     with_peers([&] { plane_->drain(); });
@@ -314,7 +311,10 @@ void Core::update_all(float factor) {
     if (endpoint_->failed()) throw CommError(endpoint_->failure());
   };
   if (stream_ != nullptr) {
-    from_disk([&] { stream_->finish(); });
+    from_disk([&] {
+      publish_updates(0);
+      stream_->finish();
+    });
     with_peers([&] {
       plane_->drain();
       check_peers();
@@ -361,22 +361,23 @@ void Core::update_unit(std::int32_t u, float factor, int half) {
 void Core::update_group(std::int32_t index, float factor, int half) {
   const SubGroup& g = blueprint_.tiers.groups[static_cast<std::size_t>(index)];
   if (stream_ != nullptr && stream_->updated(index)) return;  // before the interruption
-  std::byte* buffer = g.on_disk() ? stream_->fetch(index) : nullptr;
-  GroupMemory at = memory_of(g, buffer, half);
-  if (device_plane_ != nullptr && !blueprint_.device.staged) {
-    update_on_device(g, at, factor);
+  const DeviceMap& map = blueprint_.device;
+  if (device_plane_ != nullptr && !map.on_host) {
+    update_by_device(index, factor, half);
     return;
   }
+  GroupMemory at = memory_of(g, g.on_disk() ? stream_->fetch(index) : nullptr, half);
   // Padding of parameters is zero; what a buffer only writes has it from here.
   bool zero_padding = g.parameter_bytes != 0 && !g.reads_parameter;
-  const shard::Segment& seg = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
-                                  .segments[static_cast<std::size_t>(g.segment)];
+  const shard::Segment& seg = segment_of(g);
   std::byte* home = nullptr;  // on the device
   int staging = 0;
-  if (device_plane_ != nullptr) {
+  if (device_plane_ != nullptr && map.staged()) {
     staging = bring_group(index, half);
-    at.gradient = device_plane_->staged_gradient(staging);
-    if (on_device({g.unit, g.segment, &seg, nullptr}, {Content::parameter, 0})) {
+    if (DeviceMap::gradient_on_device(blueprint_.options)) {
+      at.gradient = device_plane_->staged_gradient(staging);
+    }
+    if (DeviceMap::parameter_on_device(seg, blueprint_.options)) {
       home = at.parameter;
       at.parameter = device_plane_->staged_parameter(staging);
       zero_padding = seg.dtype != DType::f32;
@@ -384,10 +385,7 @@ void Core::update_group(std::int32_t index, float factor, int half) {
   }
   const auto start = std::chrono::steady_clock::now();
   update_on_host(g, at, factor, zero_padding);
-  if (g.parameter_bytes > g.count * size_of(seg.dtype) && zero_padding) {
-    std::memset(at.parameter + g.count * size_of(seg.dtype), 0,
-                static_cast<std::size_t>(g.parameter_bytes - g.count * size_of(seg.dtype)));
-  }
+  if (zero_padding) zero_behind(g, at);
   update_seconds_ +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (home != nullptr) device_plane_->send(staging, home, g.count * size_of(seg.dtype));
@@ -397,6 +395,97 @@ void Core::update_group(std::int32_t index, float factor, int half) {
   } else {
     stream_->set_done(index);
   }
+}
+
+const shard::Segment& Core::segment_of(const SubGroup& g) const {
+  return blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
+      .segments[static_cast<std::size_t>(g.segment)];
+}
+
+void Core::zero_behind(const SubGroup& g, const GroupMemory& at) const {
+  const std::int64_t used = g.count * size_of(segment_of(g).dtype);
+  if (g.parameter_bytes > used) {
+    std::memset(at.parameter + used, 0, static_cast<std::size_t>(g.parameter_bytes - used));
+  }
+}
+
+void Core::update_by_device(std::int32_t index, float factor, int half) {
+  const SubGroup& g = blueprint_.tiers.groups[static_cast<std::size_t>(index)];
+  std::byte* buffer = nullptr;
+  if (g.on_disk()) {
+    // One buffer stays free for the group to come.
+    publish_updates(
+        static_cast<std::size_t>(std::min(DeviceMap::kBuffers, stream_->buffers()) - 1));
+    buffer = stream_->fetch(index);
+  }
+  const GroupMemory home = memory_of(g, buffer, half);
+  GroupMemory at = home;
+  const EngineOptions& options = blueprint_.options;
+  if (!blueprint_.device.staged()) {
+    update_on_device(g, at, factor);
+    if (stream_ != nullptr) stream_->set_done(index);
+    return;
+  }
+  const shard::Segment& seg = segment_of(g);
+  const std::int64_t bytes = 4 * g.count;
+  const std::int64_t parameter_bytes = g.count * size_of(seg.dtype);
+  const int b = raised_++ % DeviceMap::kBuffers;
+  using Move = DevicePlane::Move;
+  std::array<Move, 3 + optimizers::kMaxSlots> up;
+  std::array<Move, 2 + optimizers::kMaxSlots> down;
+  std::size_t ups = 0;
+  std::size_t downs = 0;
+  bool made = false;  // a parameter off the device, of its master: padding is not read
+  if (!DeviceMap::gradient_on_device(options)) {
+    at.gradient = device_plane_->staged_gradient(b);
+    up[ups++] = {device_plane_->staged_gradient(b), const_cast<float*>(home.gradient), bytes};
+  }
+  if (options.offload.optimizer != Tier::device) {
+    for (int part = 0; part < 1 + optimizers::kMaxSlots; ++part) {
+      if (home.state[part] == nullptr) continue;
+      at.state[part] = device_plane_->staged_state(b) + part * g.count;
+      up[ups++] = down[downs++] = {at.state[part], home.state[part], bytes};
+    }
+  }
+  if (!DeviceMap::parameter_on_device(seg, options)) {
+    at.parameter = device_plane_->staged_parameter(b);
+    const Move move{at.parameter, home.parameter, parameter_bytes};
+    down[downs++] = move;
+    made = seg.dtype != DType::f32;
+    if (!made) up[ups++] = move;
+  }
+  device_plane_->raise(b, std::span(up).first(ups));
+  if (made) {
+    device_plane_->clear_parameter(b, parameter_bytes);
+    if (buffer != nullptr) zero_behind(g, home);
+  }
+  update_on_device(g, at, factor);
+  device_plane_->lower(b, std::span(down).first(downs));
+  if (g.on_disk()) {
+    lowered_[lowered_count_++] = {index, b};
+  } else if (stream_ != nullptr) {
+    stream_->set_done(index);
+  }
+}
+
+void Core::publish_updates(std::size_t left) {
+  while (lowered_count_ > left) {
+    const Lowered oldest = lowered_[0];
+    device_plane_->lowered(oldest.buffer);
+    std::copy(lowered_.begin() + 1, lowered_.end(), lowered_.begin());
+    --lowered_count_;
+    stream_->publish(oldest.group);
+  }
+}
+
+void Core::keep_updates() {
+  while (lowered_count_ != 0) {
+    try {
+      publish_updates(0);
+    } catch (const IoError&) {  // kept in its buffer
+    }
+  }
+  stream_->settle();
 }
 
 Core::GroupMemory Core::memory_of(const SubGroup& g, std::byte* buffer, int half) const {
@@ -412,7 +501,9 @@ Core::GroupMemory Core::memory_of(const SubGroup& g, std::byte* buffer, int half
     at.parameter = (replicated ? storage_->full(rank_, u, s) : storage_->shard(rank_, u, s)) +
                    g.first * size_of(seg.dtype);
   }
-  if (g.gradient_bytes != 0) {
+  if (g.gradient_bytes != 0 && buffer == nullptr) {
+    // Left out.
+  } else if (g.gradient_bytes != 0) {
     at.gradient = reinterpret_cast<const float*>(buffer + g.state_bytes + g.parameter_bytes);
   } else {
     at.gradient = (replicated ? storage_->gathered_gradient(half, u, s)
@@ -485,7 +576,6 @@ void Core::update_on_host(const SubGroup& g, const GroupMemory& at, float factor
   const optimizers::Rule& rule = blueprint_.optimizer.rule();
   const auto slots = static_cast<int>(rule.slots().size());
   const std::int64_t step = cursor_->step_count() + 1;
-  const std::int64_t chunk = narrow ? std::min(g.count, kPublishChunk) : g.count;
   std::int64_t filled = 0;
   const auto zero_to = [&](std::int64_t to) {
     if (zero_padding && to > filled) {
@@ -495,33 +585,37 @@ void Core::update_on_host(const SubGroup& g, const GroupMemory& at, float factor
   each_range(g, [&](shard::Range range, const optimizers::Constants& constants) {
     zero_to(range.lo);
     filled = range.hi;
-    pool_->split(range.count(), kPublishChunk, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t lo = range.lo + first; lo < range.lo + last; lo += chunk) {
-        optimizers::Elements e;
-        e.count = std::min(chunk, range.lo + last - lo);
-        e.parameter = (narrow ? at.state[0] : reinterpret_cast<float*>(at.parameter)) + lo;
-        for (int k = 0; k < slots; ++k) e.slots[k] = at.state[k + (narrow ? 1 : 0)] + lo;
-        e.gradient = at.gradient + lo;
-        e.factor = factor;
-        for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
-        if (narrow) kernels::narrow(e.parameter, dtype, at.parameter + lo * item, e.count);
+    pool_->split(range.count(), kUpdateGrain, [&](std::int64_t first, std::int64_t last) {
+      const std::int64_t lo = range.lo + first;
+      optimizers::Elements e;
+      e.count = last - first;
+      e.parameter = (narrow ? at.state[0] : reinterpret_cast<float*>(at.parameter)) + lo;
+      for (int k = 0; k < slots; ++k) e.slots[k] = at.state[k + (narrow ? 1 : 0)] + lo;
+      e.gradient = at.gradient + lo;
+      e.factor = factor;
+      if (narrow) {
+        e.published = at.parameter + lo * item;
+        e.dtype = dtype;
+        e.streams = e.count >= kWorthStreaming;
       }
+      for (const optimizers::Pass pass : rule.passes()) pass(e, constants, step);
+      if (e.streams) kernels::finish_streaming();
     });
   });
   zero_to(g.count);
 }
 
 int Core::bring_group(std::int32_t index, int half) {
+  const bool gradient = DeviceMap::gradient_on_device(blueprint_.options);
   const auto bring = [&](std::size_t k) {
     const SubGroup& g = blueprint_.tiers.groups[static_cast<std::size_t>(staged_[k])];
     const GroupMemory at = memory_of(g, nullptr, half);
-    const shard::Segment& seg = blueprint_.layout->units()[static_cast<std::size_t>(g.unit)]
-                                    .segments[static_cast<std::size_t>(g.segment)];
+    const shard::Segment& seg = segment_of(g);
     // A 16-bit parameter is made from its master.
-    const bool reads = seg.dtype == DType::f32 &&
-                       on_device({g.unit, g.segment, &seg, nullptr}, {Content::parameter, 0});
-    device_plane_->bring(static_cast<int>(k % DeviceMap::kBuffers), at.gradient, g.count,
-                         at.parameter, reads ? 4 * g.count : 0);
+    const bool reads =
+        seg.dtype == DType::f32 && DeviceMap::parameter_on_device(seg, blueprint_.options);
+    device_plane_->bring(static_cast<int>(k % DeviceMap::kBuffers), at.gradient,
+                         gradient ? g.count : 0, at.parameter, reads ? 4 * g.count : 0);
   };
   while (staged_[staged_next_] != index) ++staged_next_;
   staged_brought_ = std::max(staged_brought_, staged_next_);

@@ -36,6 +36,8 @@ class Timer {
   std::chrono::steady_clock::time_point start_;
 };
 
+// Bytes of collectives that take longer than to wake their thread.
+constexpr std::int64_t kWorthAWake = std::int64_t{4} << 20;
 constexpr int kMostRanks = 1024;                            // of a group
 constexpr std::int64_t kPiece = 8 * kernels::kSquareBlock;  // elements; stay in the cache
 
@@ -121,6 +123,9 @@ DataPlane::DataPlane(const Blueprint& blueprint, const Storage& storage, comm::E
   }
   const std::uint64_t capacity = queue_capacity(blueprint);
   const EngineOptions& options = blueprint.options;
+  // Disks are to be busy from the first byte on; and tests of missing waits want the threads to
+  // run.
+  worth_a_wake_ = store != nullptr || options.test_delay_microseconds > 0 ? 0 : kWorthAWake;
   std::uint64_t seed = static_cast<std::uint64_t>(rank) * 2 + 1;
   for (Lane* lane : {&gather_, &reduce_}) {
     lane->ring.resize(2 * capacity);
@@ -139,6 +144,7 @@ DataPlane::~DataPlane() {
 void DataPlane::append(Queue queue, const Signature& signature, const Work& work,
                        std::int64_t bytes) {
   endpoint_.publish(signature.sequence, pack(signature, bytes));
+  issued_bytes_ += bytes;
   Lane& lane = queue == Queue::gather ? gather_ : reduce_;
   if (2 * (lane.count - lane.stream->completed()) >= lane.ring.size()) kick();  // submit may wait
   const std::uint64_t index = lane.count++ % lane.ring.size();
@@ -179,41 +185,35 @@ void DataPlane::issue_step_gather(const Signature& signature, const Item& item, 
 }
 
 void DataPlane::wait(Queue queue, std::uint64_t count) {
+  device::Stream& awaited = *(queue == Queue::gather ? gather_ : reduce_).stream;
   // The caller may run this queue's tasks itself. Peers that wait in the other one must not wait
   // for that.
-  (queue == Queue::gather ? reduce_ : gather_).stream->kick();
+  if (awaited.completed() < count) (queue == Queue::gather ? reduce_ : gather_).stream->kick();
   try {
-    (queue == Queue::gather ? gather_ : reduce_).stream->wait(count);
+    awaited.wait(count);
   } catch (const CommError&) {
-    // What this rank's own disk has caused.
-    const std::lock_guard<std::mutex> lock(disk_mutex_);
-    if (disk_failure_ != nullptr) std::rethrow_exception(disk_failure_);
+    check_disk();
     throw;
   }
 }
 
-template <class Body>
-void DataPlane::with_disk(Body&& body) {
-  try {
-    body();
-  } catch (const IoError& error) {
-    {
-      const std::lock_guard<std::mutex> lock(disk_mutex_);
-      if (disk_failure_ == nullptr) disk_failure_ = std::current_exception();
-    }
-    endpoint_.fail("rank " + std::to_string(rank_) + ": " + error.what());
-    throw;
-  }
+void DataPlane::check_disk() {
+  const std::lock_guard<std::mutex> lock(disk_mutex_);
+  if (disk_failure_ != nullptr) std::rethrow_exception(disk_failure_);
+}
+
+void DataPlane::go_on() {
+  if (issued_bytes_ >= worth_a_wake_) kick();
 }
 
 void DataPlane::kick() {
+  issued_bytes_ = 0;
   if (gather_.stream != nullptr) gather_.stream->kick();
   if (reduce_.stream != nullptr) reduce_.stream->kick();
 }
 
 void DataPlane::drain() {
-  kick();  // both queues at once
-
+  issued_bytes_ = 0;
   wait(Queue::gather, gather_.count);
   wait(Queue::reduce, reduce_.count);
 }
@@ -239,13 +239,7 @@ void DataPlane::any_gather(const Work& work) {
   Half* half = nullptr;  // what is read here is read behind the vote: peers hear of a failure
   if (work.item.kind == ItemKind::gather_gradient && tiers_.gradients) {
     half = &halves_[work.half];
-    *half = Half{};
-    try {
-      read_accumulators(work.half, work.item.unit);
-      take_accumulators(work.half);
-    } catch (const IoError&) {
-      half->failure = std::current_exception();
-    }
+    read_half(work.item.unit, work.half);
   }
   const bool failed = half != nullptr && half->failure != nullptr;
   endpoint_.meet(comm::Lane::gather, work.sequence, failed ? 1 : 0);
@@ -387,6 +381,26 @@ void DataPlane::read_accumulators(int slot, std::int32_t u) {
                     static_cast<std::size_t>(extent.bytes)});
 }
 
+void DataPlane::open_accumulators(std::int32_t u, bool read) {
+  slot_ = 1 - slot_;
+  if (read) {
+    read_accumulators(slot_, u);
+    return;
+  }
+  if (slots_[slot_].write != 0) store_->wait(std::exchange(slots_[slot_].write, 0));
+  slots_[slot_].unit = u;
+}
+
+void DataPlane::read_half(std::int32_t u, int half) {
+  halves_[half] = Half{};
+  try {
+    read_accumulators(half, u);
+    take_accumulators(half);
+  } catch (const IoError&) {
+    halves_[half].failure = std::current_exception();
+  }
+}
+
 void DataPlane::take_accumulators(int slot) {
   const offload::Ticket ticket = std::exchange(slots_[slot].read, 0);
   store_->wait(ticket);
@@ -450,15 +464,7 @@ void DataPlane::prepare_contribution(std::int32_t u) {
 void DataPlane::reduce(const Work& work) {
   const std::int32_t u = work.item.unit;
   const shard::UnitLayout& unit = layout_.units()[static_cast<std::size_t>(u)];
-  if (tiers_.gradients) {
-    slot_ = 1 - slot_;
-    if (work.first_of_step) {
-      if (slots_[slot_].write != 0) store_->wait(std::exchange(slots_[slot_].write, 0));
-      slots_[slot_].unit = u;
-    } else {
-      read_accumulators(slot_, u);
-    }
-  }
+  if (tiers_.gradients) open_accumulators(u, !work.first_of_step);
   if (work.contributes) prepare_contribution(u);
   // In accumulation `local` the buffers of all micro-steps count, also of a rank that skipped the
   // last one.
@@ -537,7 +543,7 @@ RankSquares DataPlane::squares_from_disk() {
   start();
   std::int32_t taken = -1;
   const RankSquares squares =
-      rank_squares(layout_, rank_, storage_.square_blocks(), pool_, [&](int u, int seg) {
+      rank_squares(layout_, rank_, host_blocks(), pool_, [&](int u, int seg) {
         while (taken != u) {  // a unit of which this rank owns nothing is passed over
           slot_ = static_cast<int>((next - 1) % kAccumulatorSlots);
           take_accumulators(slot_);
@@ -553,10 +559,10 @@ RankSquares DataPlane::squares_from_disk() {
 RankSquares DataPlane::squares() {
   if (tiers_.gradients) flush_gradients();  // a disk that fails shall do so before the vote
   if (squares_known_.exchange(false)) {
-    return sum_blocks(layout_, rank_, storage_.square_blocks());
+    return sum_blocks(layout_, rank_, host_blocks());
   }
   if (tiers_.gradients) return squares_from_disk();
-  return rank_squares(layout_, rank_, storage_.square_blocks(), pool_,
+  return rank_squares(layout_, rank_, host_blocks(), pool_,
                       [&](int u, int seg) { return storage_.accumulator(rank_, u, seg); });
 }
 

@@ -20,6 +20,7 @@
 #include "runtime/engine/storage.hpp"
 #include "runtime/engine/vote.hpp"
 #include "runtime/kernels/pool.hpp"
+#include "zshard/error.hpp"
 
 namespace zshard::engine {
 
@@ -65,7 +66,10 @@ class DataPlane {
   virtual void wait(Queue queue, std::uint64_t count);
   /// The same, before an update of the step reads what arrived.
   virtual void wait_for_update(Queue queue, std::uint64_t count) { wait(queue, count); }
-  /// The caller goes on: what it issued runs beside it from now on.
+  /// The caller goes on: what it issued runs beside it from now on; at once if it is worth waking
+  /// a thread, else with what follows, when the caller waits, or within Stream::kSlice.
+  void go_on();
+  /// The same, at once.
   void kick();
   /// Everything that was issued.
   void drain();
@@ -79,7 +83,7 @@ class DataPlane {
   /// A gradient was changed after its last reduction.
   void forget_squares() { squares_known_ = false; }
   /// Waits until accumulators that were written to disk are there. Throws IoError.
-  void flush_gradients();
+  virtual void flush_gradients();
   /// Reads without meeting: after a failure behind the vote, when peers' gradients are final but a
   /// peer may be gone.
   void gather_gradient_alone(std::int32_t unit, int half);
@@ -110,20 +114,27 @@ class DataPlane {
   };
 
  private:
-  /// Accumulators of one unit, in staging memory.
-  struct AccumulatorSlot {
-    std::int32_t unit = -1;
-    offload::Ticket read = 0;
-    offload::Ticket write = 0;
-  };
   struct Lane {
     std::unique_ptr<device::Stream> stream;
     std::vector<Work> ring;  // twice the stream's capacity: an entry outlives its task
     std::uint64_t count = 0;
   };
   void append(Queue queue, const Signature& signature, const Work& work, std::int64_t bytes);
+  std::int64_t worth_a_wake_;      // bytes
+  std::int64_t issued_bytes_ = 0;  // since the last kick
 
  protected:
+  /// Accumulators of one unit, in staging memory.
+  struct AccumulatorSlot {
+    std::int32_t unit = -1;
+    offload::Ticket read = 0;
+    offload::Ticket write = 0;
+  };
+  /// A gradient buffer of the step, at stage 0 with accumulators on disk.
+  struct Half {
+    bool complete = true;
+    std::exception_ptr failure;
+  };
   virtual void any_gather(const Work& work);  // of one of the three kinds
   virtual void reduce(const Work& work);
   virtual void exchange_votes(const Work& work);
@@ -133,21 +144,31 @@ class DataPlane {
     return block_starts_[static_cast<std::size_t>(u)][s][placed];
   }
   virtual void copy_gradients(std::int32_t unit, int half);
+  /// Square sums in memory of the host: [count of blocks] fp64.
+  [[nodiscard]] virtual double* host_blocks() const { return storage_.square_blocks(); }
   void add_traffic(std::int64_t gathered, std::int64_t reduced) {
     traffic_.gathered_bytes.fetch_add(gathered, std::memory_order_relaxed);
     traffic_.reduced_bytes.fetch_add(reduced, std::memory_order_relaxed);
   }
-
- private:
-  /// A gradient buffer of the step, at stage 0 with accumulators on disk.
-  struct Half {
-    bool complete = true;
-    std::exception_ptr failure;
-  };
   /// Runs a task. A disk that fails in it ends the collectives of both queues on every rank at
   /// once: a peer may wait for this queue's while this rank's caller waits for the other one's.
   template <class Body>
   void with_disk(Body&& body);
+  /// Throws what this rank's own disk has caused, if it has.
+  void check_disk();
+
+  // -- accumulators on disk: one unit's at a time in one of kAccumulatorSlots places in memory --
+  [[nodiscard]] float* staged_accumulator(int slot, int r, std::int32_t unit, int s) const;
+  /// Takes the next place for the unit's accumulators, and starts to read them, unless they are to
+  /// be set.
+  void open_accumulators(std::int32_t unit, bool read);
+  void read_accumulators(int slot, std::int32_t unit);
+  void take_accumulators(int slot);
+  void write_accumulators(int slot);
+  /// Reads those of a unit for the step; a failure is kept in the half.
+  void read_half(std::int32_t unit, int half);
+
+ private:
   static void run_gather(void* object, std::uint64_t index);
   static void run_reduce(void* object, std::uint64_t index);
   void gather(const Work& work);
@@ -156,11 +177,7 @@ class DataPlane {
   void prepare_contribution(std::int32_t unit);
   void reduce_segment(std::int32_t unit, std::int32_t s, const Work& work);
   void foresee(const Signature& signature, Work& work);
-  [[nodiscard]] float* staged_accumulator(int slot, int r, std::int32_t unit, int s) const;
   RankSquares squares_from_disk();
-  void read_accumulators(int slot, std::int32_t unit);
-  void take_accumulators(int slot);
-  void write_accumulators(int slot);
 
  protected:
   const Blueprint& blueprint_;
@@ -177,6 +194,9 @@ class DataPlane {
   // Square sums of the gradients follow their last reduction while they are in the cache.
   BlockStarts block_starts_;
   std::atomic<bool> squares_known_{false};  // of a whole step, all elements finite
+  AccumulatorSlot slots_[kAccumulatorSlots];
+  int slot_ = 0;  // of the last reduction or gradient gather
+  Half halves_[2];
 
  private:
   Vote vote_;
@@ -188,14 +208,30 @@ class DataPlane {
   std::int32_t foreseen_micro_ = -1;
   std::size_t foreseen_ = 0;                 // gathers of that micro-step so far
   std::vector<std::int32_t> units_on_disk_;  // whose accumulators are
-  AccumulatorSlot slots_[kAccumulatorSlots];
-  int slot_ = 0;  // of the last reduction or gradient gather
-  Half halves_[2];
   std::mutex disk_mutex_;
   std::exception_ptr disk_failure_;  // the first one of a queue
   Traffic traffic_;
   Lane gather_;
   Lane reduce_;  // last: the workers stop before what they use goes
 };
+
+template <class Body>
+void DataPlane::with_disk(Body&& body) {
+  try {
+    body();
+  } catch (const IoError& error) {
+    {
+      const std::lock_guard<std::mutex> lock(disk_mutex_);
+      if (disk_failure_ == nullptr) disk_failure_ = std::current_exception();
+    }
+    endpoint_.fail("rank " + std::to_string(rank_) + ": " + error.what());
+    throw;
+  } catch (const CommError&) {
+    check_disk();
+    // A communicator that was aborted knows less than who ended it.
+    if (endpoint_.failed()) throw CommError(endpoint_.failure());
+    throw;
+  }
+}
 
 }  // namespace zshard::engine

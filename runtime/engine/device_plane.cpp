@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <optional>
 #include <utility>
 
@@ -18,6 +17,7 @@ constexpr std::chrono::milliseconds kWatch{20};
 constexpr std::chrono::milliseconds kGrace{200};
 constexpr std::chrono::microseconds kSpin{50};  // before a wait sleeps
 constexpr std::chrono::microseconds kNap{20};
+constexpr std::int64_t kPiece = 8 * kernels::kSquareBlock;  // elements; stay in the cache
 constexpr double kStopSeconds = 5;  // for streams to end once their communicators were aborted
 
 double seconds_since(Clock::time_point start) {
@@ -38,10 +38,12 @@ DevicePlane::DevicePlane(const Blueprint& blueprint, const Storage& storage,
       parts_(parts),
       device_(*parts.device),
       kernels_(*parts.kernels),
-      deadline_(blueprint.options.deadline_seconds) {
+      deadline_(blueprint.options.deadline_seconds),
+      accumulators_leave_(blueprint.device.piece_bytes != 0) {
   try {
     gathers_.stream = device_.make_stream("zshard gather");
     reduces_.stream = device_.make_stream("zshard reduce");
+    uploads_ = device_.make_stream("zshard upload");
     downloads_ = device_.make_stream("zshard download");
     for (Stream* stream : {&gathers_, &reduces_}) {
       for (device::NativeEvent& event : stream->done) event = device_.make_event();
@@ -51,6 +53,17 @@ DevicePlane::DevicePlane(const Blueprint& blueprint, const Storage& storage,
     }
     for (auto* events : {&brought_, &sent_}) {
       for (device::NativeEvent& event : *events) event = device_.make_event();
+    }
+    for (device::NativeEvent& event : half_read_) event = device_.make_event();
+    for (Piece& piece : pieces_) {
+      for (device::NativeEvent* event : {&piece.raised, &piece.summed, &piece.landed}) {
+        *event = device_.make_event();
+      }
+    }
+    if (tiers_.gradients) {
+      keeper_ =
+          device::make_thread_stream(DeviceMap::kPieces, blueprint.options.test_delay_microseconds,
+                                     static_cast<std::uint64_t>(rank_) * 2 + 1);
     }
     if (world_ > 1) watchdog_ = std::thread([this] { watch(); });
   } catch (...) {
@@ -81,6 +94,13 @@ void DevicePlane::destroy() noexcept {
   for (const auto* events : {&brought_, &sent_}) {
     for (const device::NativeEvent event : *events) device_.destroy_event(event);
   }
+  for (const device::NativeEvent event : half_read_) device_.destroy_event(event);
+  for (const Piece& piece : pieces_) {
+    for (const device::NativeEvent event : {piece.raised, piece.summed, piece.landed}) {
+      device_.destroy_event(event);
+    }
+  }
+  device_.destroy_stream(uploads_);
   device_.destroy_stream(downloads_);
 }
 
@@ -159,9 +179,23 @@ void DevicePlane::fill(std::span<std::byte> memory, int value) {
 // -- gathers --
 
 void DevicePlane::any_gather(const Work& work) {
+  with_peers(work, [&] { gather_item(work); });
+}
+
+void DevicePlane::gather_item(const Work& work) {
   ParameterRing* ring = work.item.kind == ItemKind::gather ? ring_.get() : nullptr;
   if (ring != nullptr) ring->begin(work.item.unit, work.upcoming, work.later);
-  endpoint_.meet(comm::Lane::gather, work.sequence, 0);
+  Half* half = nullptr;  // what is read here is read behind the vote: peers hear of a failure
+  if (work.item.kind == ItemKind::gather_gradient && tiers_.gradients) {
+    half = &halves_[work.half];
+    await(half_read_[static_cast<std::size_t>(work.half)], "a copy of gradients");
+    read_half(work.item.unit, work.half);
+  }
+  const bool failed = half != nullptr && half->failure != nullptr;
+  endpoint_.meet(comm::Lane::gather, work.sequence, failed ? 1 : 0);
+  for (int r = 0; r < world_ && half != nullptr; ++r) {
+    half->complete = half->complete && endpoint_.payload(comm::Lane::gather, r) == 0;
+  }
   if (ring != nullptr) {
     if (std::exchange(ring_pending_, false)) await(ring_read_, "a copy of parameters");
     ring->met();
@@ -169,15 +203,20 @@ void DevicePlane::any_gather(const Work& work) {
   // Slots that this overwrites were used by the user's stream, shards that it reads were written by
   // the last update.
   device_.wait(gathers_.stream, handed_);
-  if (std::exchange(gathers_behind_, false)) order(reduces_.stream, gathers_.stream);
+  if (std::exchange(gathers_behind_, false)) {
+    order(reduces_.stream, gathers_.stream);
+    order(downloads_, gathers_.stream);
+  }
   if (work.item.kind == ItemKind::gather) {
     gather_units(work);
   } else {
     order(reduces_.stream, gathers_.stream);
-    if (work.item.kind == ItemKind::gather_gradient) {
-      copy_gradients(work.item.unit, work.half);
-    } else {
+    if (work.item.kind == ItemKind::gather_parameter) {
       gather_parameters(work.item.unit);
+    } else if (half == nullptr || half->complete) {
+      // Of an update that a disk interrupted, copies to the host may still read the buffer.
+      order(downloads_, gathers_.stream);
+      copy_gradients(work.item.unit, work.half);
     }
   }
   finish_item(gathers_);
@@ -186,6 +225,8 @@ void DevicePlane::any_gather(const Work& work) {
     ring_pending_ = false;
     endpoint_.finish(comm::Lane::gather);
     ring->finished();
+  } else if (half != nullptr) {  // its payload changes with the next gather
+    endpoint_.finish(comm::Lane::gather);
   } else {
     endpoint_.part(comm::Lane::gather);
   }
@@ -252,10 +293,15 @@ void DevicePlane::copy_gradients(std::int32_t u, int half) {
     }
   };
   each([&](const shard::Segment& seg, int s, float* target) {
-    device_.copy(target + rank_ * seg.shard, storage_.accumulator(rank_, u, s), seg.shard * 4,
-                 gathers_.stream);
+    device_.copy(target + rank_ * seg.shard,
+                 tiers_.gradients ? staged_accumulator(half, rank_, u, s)
+                                  : storage_.accumulator(rank_, u, s),
+                 seg.shard * 4, gathers_.stream);
     add_traffic(seg.padded * 4, 0);
   });
+  if (tiers_.gradients) {
+    device_.record(half_read_[static_cast<std::size_t>(half)], gathers_.stream);
+  }
   if (world_ == 1) return;
   parts_.gather->group_start();
   each([&](const shard::Segment& seg, int, float* target) {
@@ -297,6 +343,10 @@ void DevicePlane::accumulate_locally(std::int32_t unit) {
 }
 
 void DevicePlane::reduce(const Work& work) {
+  with_peers(work, [&] { reduce_item(work); });
+}
+
+void DevicePlane::reduce_item(const Work& work) {
   endpoint_.meet(comm::Lane::reduce, work.sequence, 0);
   device_.wait(reduces_.stream, handed_);  // gradients are written
   reduce_unit(work);
@@ -320,7 +370,7 @@ void DevicePlane::reduce_unit(const Work& work) {
     // What a rank did not use contributes +0.0.
     device_.fill(storage_.gradients(u), 0, unit.gradient_bytes, stream);
   }
-  struct Piece {
+  struct Contribution {
     const std::byte* whole;    // of this rank, [padded] on the wire
     const std::byte* arrived;  // rank r's piece at arrived + r * stride
     std::int64_t stride;
@@ -329,7 +379,7 @@ void DevicePlane::reduce_unit(const Work& work) {
   const auto piece_of = [&](std::size_t s) {
     const shard::Segment& seg = unit.segments[s];
     const int index = static_cast<int>(s);
-    Piece piece{storage_.gradient(rank_, u, index), nullptr, 0, seg.dtype};
+    Contribution piece{storage_.gradient(rank_, u, index), nullptr, 0, seg.dtype};
     if (local_) {
       piece.whole = reinterpret_cast<const std::byte*>(storage_.local(rank_, u, index));
       piece.dtype = DType::f32;
@@ -359,7 +409,7 @@ void DevicePlane::reduce_unit(const Work& work) {
     parts_.reduce->group_start();
     for (std::size_t s = 0; s < unit.segments.size(); ++s) {
       if (!unit.segments[s].trained() || unit.segments[s].padded == 0) continue;
-      const Piece piece = piece_of(s);
+      const Contribution piece = piece_of(s);
       if (native) {
         parts_.reduce->reduce_scatter(piece.whole, received, unit.segments[s].shard, piece.dtype,
                                       stream);
@@ -371,173 +421,171 @@ void DevicePlane::reduce_unit(const Work& work) {
     parts_.reduce->group_end();
   }
   const std::byte* received = world_ > 1 ? storage_.received() : nullptr;
+  const int leaving =
+      accumulators_leave_ ? open_piece(u, !work.first_of_step) : -1;  // late: it may have to wait
+  const bool from_zero = work.first_of_step || keeper_ != nullptr;
+  float* next = leaving >= 0 ? reinterpret_cast<float*>(piece_memory(leaving)) : nullptr;
   for (std::size_t s = 0; s < unit.segments.size(); ++s) {
     const shard::Segment& seg = unit.segments[s];
     if (!seg.trained()) continue;
-    Piece piece = piece_of(s);
+    Contribution piece = piece_of(s);
     if (world_ > 1) {
       piece.arrived = received;
       received += pieces * piece.stride;
     } else {
       piece.arrived = piece.whole;
     }
-    float* accumulator = storage_.accumulator(rank_, u, static_cast<int>(s));
+    float* accumulator = next;
+    if (leaving >= 0) {
+      next += seg.shard;
+    } else {
+      accumulator = storage_.accumulator(rank_, u, static_cast<int>(s));
+    }
     for (std::size_t k = 0; k < seg.placed.size(); ++k) {
       const shard::Range own = seg.owned(seg.placed[k], rank_);
       if (own.empty()) continue;
       const std::int64_t at = own.lo - rank_ * seg.shard;
       kernels_.reduce_add(piece.arrived + at * size_of(piece.dtype), piece.stride, pieces,
                           piece.dtype, native ? 0 : blueprint_.options.reduction_group,
-                          accumulator + at, own.count(), work.first_of_step, stream);
-      if (work.last_of_step) {
+                          accumulator + at, own.count(), from_zero, stream);
+      if (work.last_of_step && keeper_ == nullptr) {
         kernels_.block_squares(accumulator + at, own.count(),
                                storage_.square_blocks() + block_start(u, s, k), stream);
       }
       add_traffic(0, own.count() * size_of(piece.dtype) * world_);
     }
   }
+  if (leaving >= 0) close_piece(leaving, work);
   if (blueprint_.options.poison_slots) {
     device_.fill(storage_.gradients(u), 0xFF, unit.gradient_bytes, stream);
   }
 }
 
-void DevicePlane::queue_squares() {
-  for (std::size_t u = 0; u < layout_.units().size(); ++u) {
-    for (std::size_t s = 0; s < layout_.units()[u].segments.size(); ++s) {
-      const shard::Segment& seg = layout_.units()[u].segments[s];
+// -- accumulators off the device --
+
+std::byte* DevicePlane::piece_memory(int k) const {
+  return storage_.pieces() + k * blueprint_.device.piece_bytes;
+}
+
+float* DevicePlane::landing(int k) const {
+  const DeviceMap& map = blueprint_.device;
+  return reinterpret_cast<float*>(storage_.device_staging(map.landings + k * map.piece_bytes));
+}
+
+int DevicePlane::open_piece(std::int32_t u, bool adds) {
+  const auto k = static_cast<int>(piece_count_ % DeviceMap::kPieces);
+  Piece& piece = pieces_[static_cast<std::size_t>(k)];
+  if (keeper_ != nullptr) {
+    // It still reads where the piece lands: the only wait of a pass, if the disk is slow.
+    if (piece_count_ >= DeviceMap::kPieces) {
+      keeper_->wait(piece_count_ - DeviceMap::kPieces + 1);
+    }
+  } else if (adds) {
+    device_.wait(uploads_, piece.landed);
+    // What went down from the other buffer is what comes up here only in a model of one unit.
+    const Piece& other = pieces_[static_cast<std::size_t>(1 - k)];
+    if (other.unit == u) device_.wait(uploads_, other.landed);
+    const shard::UnitLayout& unit = unit_of(layout_, u);
+    auto* target = reinterpret_cast<float*>(piece_memory(k));
+    for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+      const shard::Segment& seg = unit.segments[s];
       if (!seg.trained()) continue;
-      const float* accumulator =
-          storage_.accumulator(rank_, static_cast<int>(u), static_cast<int>(s));
-      for (std::size_t k = 0; k < seg.placed.size(); ++k) {
-        const shard::Range own = seg.owned(seg.placed[k], rank_);
-        kernels_.block_squares(
-            accumulator + (own.lo - rank_ * seg.shard), own.count(),
-            storage_.square_blocks() + block_start(static_cast<std::int32_t>(u), s, k),
-            reduces_.stream);
-      }
+      device_.copy(target, storage_.accumulator(rank_, u, static_cast<int>(s)), seg.shard * 4,
+                   uploads_);
+      target += seg.shard;
     }
+    device_.record(piece.raised, uploads_);
+    device_.wait(reduces_.stream, piece.raised);
+  } else {
+    device_.wait(reduces_.stream, piece.landed);
   }
+  piece.unit = u;
+  return k;
 }
 
-RankSquares DevicePlane::squares() {
-  device_.wait(reduces_.stream, handed_);
-  if (!squares_known_.exchange(false)) queue_squares();
-  std::byte* staging = storage_.device_staging(blueprint_.device.squares);
-  const std::int64_t count = count_blocks(layout_, rank_);
-  if (count != 0) device_.copy(staging, storage_.square_blocks(), 8 * count, reduces_.stream);
-  // The one value of a step that the host waits for.
-  device_.record(voted_, reduces_.stream);
-  await(voted_, "the norm of the gradients");
-  const auto* blocks = reinterpret_cast<const double*>(staging);
-  const RankSquares result = sum_blocks(layout_, rank_, blocks);
-  return std::isfinite(result.sum) ? result : look_up(blocks);
+void DevicePlane::close_piece(int k, const Work& work) {
+  Piece& piece = pieces_[static_cast<std::size_t>(k)];
+  const shard::UnitLayout& unit = unit_of(layout_, piece.unit);
+  device_.record(piece.summed, reduces_.stream);
+  device_.wait(downloads_, piece.summed);
+  const auto* source = reinterpret_cast<const float*>(piece_memory(k));
+  float* landed = keeper_ != nullptr ? landing(k) : nullptr;
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained()) continue;
+    float* target = landed;
+    if (keeper_ != nullptr) {
+      landed += seg.shard;
+    } else {
+      target = storage_.accumulator(rank_, piece.unit, static_cast<int>(s));
+    }
+    device_.copy(target, source, seg.shard * 4, downloads_);
+    source += seg.shard;
+  }
+  device_.record(piece.landed, downloads_);
+  ++piece_count_;
+  if (keeper_ == nullptr) return;
+  piece.first_of_step = work.first_of_step;
+  piece.last_of_step = work.last_of_step;
+  keeper_->submit({&run_keeper, this, static_cast<std::uint64_t>(k)});
+  keeper_->kick();
 }
 
-/// Rare: which elements were not finite.
-RankSquares DevicePlane::look_up(const double* blocks) {
-  RankSquares result = sum_blocks(layout_, rank_, blocks);
-  constexpr std::int64_t kBlock = kernels::kSquareBlock;
-  std::int64_t next = 0;
-  for (std::size_t u = 0; u < layout_.units().size(); ++u) {
-    std::int32_t index = 0;
-    for (std::size_t s = 0; s < layout_.units()[u].segments.size(); ++s) {
-      const shard::Segment& seg = layout_.units()[u].segments[s];
-      for (const shard::Placed& p : seg.placed) {
-        const std::int32_t mine = index++;
-        const shard::Range own = seg.owned(p, rank_);
-        if (!seg.trained()) continue;
-        for (std::int64_t first = 0; first < own.count(); first += kBlock) {
-          if (std::isfinite(blocks[next++])) continue;
-          const std::int64_t count = std::min(kBlock, own.count() - first);
-          auto* values = reinterpret_cast<float*>(window(0));
-          copy_now(values,
-                   storage_.accumulator(rank_, static_cast<int>(u), static_cast<int>(s)) + own.lo -
-                       rank_ * seg.shard + first,
-                   count * 4);
-          for (std::int64_t i = 0; i < count; ++i) {
-            if (std::isfinite(values[i]) || result.non_finite++ != 0) continue;
-            result.first_unit = static_cast<std::int32_t>(u);
-            result.first_index = mine;
-            result.first_element = own.lo + first + i - p.start;
-          }
+void DevicePlane::run_keeper(void* object, std::uint64_t piece) {
+  auto* self = static_cast<DevicePlane*>(object);
+  self->with_disk([&] { self->keep(static_cast<int>(piece)); });
+}
+
+void DevicePlane::keep(int k) {
+  const Piece& piece = pieces_[static_cast<std::size_t>(k)];
+  const std::int32_t u = piece.unit;
+  open_accumulators(u, !piece.first_of_step);
+  await(piece.landed, "gradients on their way to the disk");
+  take_accumulators(slot_);
+  const shard::UnitLayout& unit = unit_of(layout_, u);
+  const float* source = landing(k);
+  for (std::size_t s = 0; s < unit.segments.size(); ++s) {
+    const shard::Segment& seg = unit.segments[s];
+    if (!seg.trained()) continue;
+    float* sums = staged_accumulator(slot_, rank_, u, static_cast<int>(s));
+    for (std::size_t p = 0; p < seg.placed.size(); ++p) {
+      const shard::Range own = seg.owned(seg.placed[p], rank_);
+      if (own.empty()) continue;
+      const std::int64_t at = own.lo - rank_ * seg.shard;
+      double* blocks = host_blocks() + block_start(u, s, p);
+      pool_.split(own.count(), kPiece, [&](std::int64_t first, std::int64_t last) {
+        // Piece by piece: what was summed is squared while it is in the cache.
+        for (std::int64_t lo = first; lo < last; lo += kPiece) {
+          const std::int64_t count = std::min(kPiece, last - lo);
+          const void* term = source + at + lo;
+          kernels::reduce_add(&term, 1, DType::f32, DType::f32, 0, sums + at + lo, count,
+                              piece.first_of_step);
+          if (!piece.last_of_step) continue;
+          const kernels::Squares found =
+              kernels::block_squares(sums + at + lo, count, blocks + lo / kernels::kSquareBlock);
+          if (found.non_finite != 0) squares_known_.store(false, std::memory_order_relaxed);
         }
-      }
+      });
     }
+    source += seg.shard;
   }
-  return result;
+  write_accumulators(slot_);
 }
 
-// -- the update --
-
-void DevicePlane::begin_update() {
-  // Forward and backward passes still read what the update overwrites, and gathers the shards.
-  device_.wait(reduces_.stream, handed_);
-  order(gathers_.stream, reduces_.stream);
+void DevicePlane::flush_gradients() {
+  if (keeper_ != nullptr) keeper_->wait(piece_count_);
+  DataPlane::flush_gradients();
 }
 
-void DevicePlane::update(const optimizers::Rule& rule, const optimizers::Elements& elements,
-                         const optimizers::Constants& constants, std::int64_t step) {
-  parts_.update->run(rule, elements, constants, step, reduces_.stream);
-}
-
-void DevicePlane::publish(const float* master, DType dtype, void* parameter, std::int64_t count) {
-  kernels_.convert(master, DType::f32, parameter, dtype, count, reduces_.stream);
-}
-
-void DevicePlane::end_update() {
-  user_behind_ = true;
-  gathers_behind_ = true;
-}
-
-float* DevicePlane::staged_gradient(int b) const {
-  const DeviceMap& map = blueprint_.device;
-  return reinterpret_cast<float*>(storage_.device_staging(map.buffers + b * map.buffer_bytes));
-}
-
-std::byte* DevicePlane::staged_parameter(int b) const {
-  const DeviceMap& map = blueprint_.device;
-  return storage_.device_staging(map.buffers + b * map.buffer_bytes + map.gradient_bytes);
-}
-
-void DevicePlane::bring(int b, const float* gradient, std::int64_t count, const void* parameter,
-                        std::int64_t bytes) {
-  const auto at = static_cast<std::size_t>(b);
-  order(reduces_.stream, downloads_);
-  device_.wait(downloads_, sent_[at]);
-  device_.copy(staged_gradient(b), gradient, count * 4, downloads_);
-  if (bytes != 0) device_.copy(staged_parameter(b), parameter, bytes, downloads_);
-  device_.record(brought_[at], downloads_);
-}
-
-void DevicePlane::arrived(int b) {
-  await(brought_[static_cast<std::size_t>(b)], "gradients on their way to the host", true);
-}
-
-void DevicePlane::send(int b, void* parameter, std::int64_t bytes) {
-  device_.copy(parameter, staged_parameter(b), bytes, reduces_.stream);
-  device_.record(sent_[static_cast<std::size_t>(b)], reduces_.stream);
-}
-
-// -- contents --
-
-std::byte* DevicePlane::window(int index) const {
-  return storage_.device_staging(blueprint_.device.windows + index * DeviceMap::kWindowBytes);
-}
-
-void DevicePlane::copy_now(void* target, const void* source, std::int64_t bytes) {
-  // Behind everything: what was issued, and what the user's stream has used.
-  device_.wait(downloads_, handed_);
-  order(gathers_.stream, downloads_);
-  order(reduces_.stream, downloads_);
-  device_.copy(target, source, bytes, downloads_);
-  device_.record(copied_, downloads_);
-  await(copied_, "a copy between device and host");
+double* DevicePlane::host_blocks() const {
+  return reinterpret_cast<double*>(storage_.device_staging(blueprint_.device.squares));
 }
 
 // -- endings --
 
 void DevicePlane::check_communicators() {
   if (!endpoint_.failed()) return;
+  check_disk();
   (void)device_.reached(handed_);  // a fault of this rank's own device is the cause: it throws
   throw CommError(endpoint_.failure());
 }
@@ -560,6 +608,44 @@ void DevicePlane::await(device::NativeEvent event, std::string_view what, bool a
     }
     if (waited > kSpin) std::this_thread::sleep_for(kNap);
   }
+}
+
+/// A peer of which no more is to come: "rank 1 is gone (its process 7 has ended)"; "" none.
+std::string DevicePlane::departed() const {
+  for (int r = 0; r < world_; ++r) {
+    if (r == rank_) continue;
+    if (const auto why = group_.gone(r)) {
+      return "rank " + std::to_string(r) + " is gone (" + *why + ")";
+    }
+  }
+  return "";
+}
+
+/// One item of a queue. NCCL knows of a peer's failure neither who it was nor why; and on a rank
+/// whose watchdog has aborted its communicators that is all that a call says.
+template <class Body>
+void DevicePlane::with_peers(const Work& work, Body&& body) {
+  try {
+    body();
+  } catch (const CommError& error) {
+    std::string who;
+    for (const Clock::time_point start = Clock::now();
+         !endpoint_.failed() && who.empty() && Clock::now() - start < kGrace;) {
+      who = departed();
+      std::this_thread::sleep_for(kNap);
+    }
+    if (!endpoint_.failed()) {
+      const std::string what = unit_text(work) + " on rank " + std::to_string(rank_);
+      endpoint_.fail(what + " cannot complete: " + (who.empty() ? "" : who + ": ") + error.what());
+    }
+    check_communicators();
+    throw;
+  }
+}
+
+std::string DevicePlane::unit_text(const Work& work) const {
+  const std::string& unit = blueprint_.spec.units()[static_cast<std::size_t>(work.item.unit)].name;
+  return (work.item.kind == ItemKind::reduce ? "reduce of unit " : "gather of unit ") + unit;
 }
 
 /// Ends the collectives under way, on every rank: each one's watchdog sees the failure.
@@ -597,15 +683,14 @@ void DevicePlane::watch() {
           failure = "rank " + std::to_string(rank_) + ": NCCL reports: " + *text;
         }
       }
-      for (int r = 0; r < world_ && failure.empty(); ++r) {
-        if (r == rank_) continue;
-        if (const auto why = group_.gone(r)) {
-          // What it has queued before it went may still complete.
-          for (Stream* stream : {&gathers_, &reduces_}) {
-            const std::uint64_t count = stream->count.load(std::memory_order_acquire);
-            if (count != 0 && !device_.reached(stream->done[(count - 1) % Stream::kEvents])) {
-              failure = *why;
-            }
+      if (const std::string who = failure.empty() ? departed() : ""; !who.empty()) {
+        // What it has queued before it went may still complete.
+        for (Stream* stream : {&gathers_, &reduces_}) {
+          const std::uint64_t count = stream->count.load(std::memory_order_acquire);
+          if (count != 0 && !device_.reached(stream->done[(count - 1) % Stream::kEvents])) {
+            failure = std::string(stream == &gathers_ ? "a gather" : "a reduction") +
+                      " on the device of rank " + std::to_string(rank_) +
+                      " cannot complete: " + who;
           }
         }
       }
@@ -644,10 +729,12 @@ void DevicePlane::watch() {
 
 void DevicePlane::stop() {
   DataPlane::stop();
+  keeper_.reset();  // it reads what the copies leave, and uses the store
   // Memory must not go while a stream uses it.
   const Clock::time_point start = Clock::now();
   bool aborted = false;
-  for (const device::NativeStream stream : {gathers_.stream, reduces_.stream, downloads_}) {
+  for (const device::NativeStream stream :
+       {gathers_.stream, reduces_.stream, uploads_, downloads_}) {
     try {
       device_.record(copied_, stream);
       while (!device_.reached(copied_)) {

@@ -102,20 +102,25 @@ void plan_state(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
 
 void plan_gradients(MemoryPlan& plan, const shard::Layout& layout, Stage stage,
                     const PlanInput& input) {
-  Bytes gradients(Category::gradients);
+  const bool split = input.tiers != nullptr && input.gradient_tier == Tier::nvme;
+  const Tier home = split ? Tier::device : input.gradient_tier;
+  const Tier buffer_home = input.kernels ? Tier::device : home;
+  Bytes accumulators(Category::gradients);
+  Bytes apart(Category::gradients);
+  Bytes& buffers = buffer_home == home ? accumulators : apart;
   for (const shard::UnitLayout& unit : layout.units()) {
     if (!on_disk(input, &TierMap::gradients)) {
-      gradients.add(unit.trained_elements / layout.world(), kAccumulator);
+      accumulators.add(unit.trained_elements / layout.world(), kAccumulator);
     }
     if (stage < Stage::gradients) {
-      gradients.add(unit.gradient_bytes);
+      buffers.add(unit.gradient_bytes);
     }
     if (input.accumulation == Accumulation::local) {
-      gradients.add(unit.trained_elements, kAccumulator);
+      buffers.add(unit.trained_elements, kAccumulator);
     }
   }
-  const bool split = input.tiers != nullptr && input.gradient_tier == Tier::nvme;
-  gradients.put(plan, split ? Tier::device : input.gradient_tier);
+  accumulators.put(plan, home);
+  apart.put(plan, buffer_home);
   if (input.tiers != nullptr) {
     plan.add(Category::gradients, Tier::nvme, input.tiers->gradient_bytes);
     plan.add(Category::io_staging, Tier::host, input.tiers->staging_bytes);

@@ -18,13 +18,15 @@ struct PlanInput {
   std::optional<DType> wire;           // unset: the gradient's dtype
   Tier optimizer_tier = Tier::device;  // master and moments
   Tier gradient_tier = Tier::device;   // accumulators, full and local gradient buffers
+  bool kernels = false;                // on a device, where those buffers are its kernels'
   Tier parameter_tier = Tier::device;  // shards of stage 3
   const TierMap* tiers = nullptr;      // what lies on nvme; null: nothing
 };
 
 /// With the tier nvme, what the tier map leaves of optimizer state in memory lies on the host, and
-/// gradient buffers that the loop or the wire uses stay on the device. Staging lies on the host.
-/// All categories without a tier of their own lie on the device.
+/// gradient buffers that the loop or the wire uses stay on the device, where `kernels` use them
+/// with the tier host too. Staging lies on the host. All categories without a tier of their own lie
+/// on the device.
 MemoryPlan make_plan(const shard::Layout& layout, const Schedule& schedule, const PlanInput& input);
 
 /// Square-sum blocks of one rank: blocks of 1024 elements of its owned ranges.

@@ -115,7 +115,7 @@ StateStream::Buffer* StateStream::acquire(bool wait) {
   Buffer* oldest = nullptr;
   for (Buffer& b : buffers_) {
     if (b.group == kFree) return &b;
-    if (b.group == kHung || wanted(b.group)) continue;
+    if (b.group == kHung || b.held || wanted(b.group)) continue;
     if (busy(b)) {
       if (oldest == nullptr) oldest = &b;
       continue;
@@ -133,7 +133,7 @@ StateStream::Buffer* StateStream::acquire(bool wait) {
   if (oldest == nullptr) {
     // What later groups have read ahead can be read again; a device that hangs may never answer.
     for (Buffer& b : buffers_) {
-      if (b.group == kHung || b.dirty) continue;
+      if (b.group == kHung || b.held || b.dirty) continue;
       try {
         wait_reads(b);
       } catch (const IoError&) {
@@ -238,6 +238,7 @@ std::byte* StateStream::fetch(std::int32_t g) {
   }
   read(*b, true);  // what is missing of it
   wait_reads(*b);
+  b->held = true;
   ++next_fetch_;
   next_read_ = std::max(next_read_, next_fetch_);
   return memory(*b);
@@ -266,6 +267,7 @@ void StateStream::publish(std::int32_t g) {
   const Stopwatch watch(wait_seconds_);
   Buffer* b = find(g);
   progress_[static_cast<std::size_t>(g)] = Progress::updated;
+  b->held = false;
   write(*b);
   pump(true);
 }

@@ -26,8 +26,8 @@ class StateStream {
   /// A step over these groups. What is in a buffer already is not read again. Forgets the book of
   /// the step before. Of failures fetch() tells.
   void begin(std::span<const std::int32_t> groups);
-  /// The buffer of the next group of begin(), complete; its pieces lie as SubGroup says. Throws
-  /// IoError.
+  /// The buffer of the next group of begin(), complete; its pieces lie as SubGroup says. It is the
+  /// caller's until publish(); of buffers() one at least must not be. Throws IoError.
   std::byte* fetch(std::int32_t group);
   /// The group in its buffer is updated: starts to write it back. Throws IoError of earlier writes.
   void publish(std::int32_t group);
@@ -49,6 +49,7 @@ class StateStream {
   /// Buffers no longer hold what the disk holds: a tensor was written.
   void forget();
 
+  [[nodiscard]] int buffers() const { return static_cast<int>(buffers_.size()); }
   /// Seconds for which fetch, publish and finish waited for the disk, so far.
   [[nodiscard]] double wait_seconds() const { return wait_seconds_; }
 
@@ -60,6 +61,7 @@ class StateStream {
     std::int32_t group = kFree;  // whose pieces it holds or is about to
     bool state = false;          // read, or being read
     bool gradient = false;       // likewise
+    bool held = false;           // fetched, not published
     bool dirty = false;          // updated, not yet on disk
     std::exception_ptr failure;  // why it is not
     offload::Ticket reads[3] = {0, 0, 0};

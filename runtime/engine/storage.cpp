@@ -27,22 +27,18 @@ Storage::Storage(const Blueprint& blueprint, comm::Group& group, device::Device*
       world_(blueprint.layout->world()),
       device_(device) {
   for (int c = 0; c < kCategories; ++c) {
-    const auto category = static_cast<Category>(c);
-    for (const Tier tier : {Tier::device, Tier::host}) {
-      if (blueprint.plan.bytes(category, tier) != 0) tiers_[static_cast<std::size_t>(c)] = tier;
-    }
-    bases_[static_cast<std::size_t>(c)].assign(static_cast<std::size_t>(world_), nullptr);
+    homes_[static_cast<std::size_t>(c)] = home(static_cast<Category>(c));
   }
+  for (auto& bases : bases_) bases.assign(static_cast<std::size_t>(world_), nullptr);
   place();
   std::int64_t shared = 0;
-  for (int c = 0; c < kCategories; ++c) {
-    const auto at = static_cast<std::size_t>(c);
-    if (on_device(c)) {
-      slice_[at] = device_bytes_;
-      device_bytes_ += memory::round_to_arena(taken_[at]);
-    } else if (shown(c)) {
-      slice_[at] = shared;
-      shared += memory::round_to_arena(taken_[at]);
+  for (std::size_t a = 0; a < kArenas; ++a) {
+    if (on_device(a)) {
+      slice_[a] = device_bytes_;
+      device_bytes_ += memory::round_to_arena(taken_[a]);
+    } else if (shown(a)) {
+      slice_[a] = shared;
+      shared += memory::round_to_arena(taken_[a]);
     }
   }
   shared_ = group.make_arena(shared);
@@ -50,16 +46,15 @@ Storage::Storage(const Blueprint& blueprint, comm::Group& group, device::Device*
     device_memory_ = device_->allocate(device_bytes_);
     if (device_->pin(shared_->data(), shared_->reserved())) pinned_bytes_ = shared_->reserved();
   }
-  for (int c = 0; c < kCategories; ++c) {
-    const auto at = static_cast<std::size_t>(c);
-    std::byte*& base = bases_[at][static_cast<std::size_t>(rank_)];
-    if (on_device(c)) {
-      if (taken_[at] != 0) base = device_memory_ + slice_[at];
-    } else if (shown(c)) {
-      if (taken_[at] != 0) base = shared_->data() + slice_[at];
+  for (std::size_t a = 0; a < kArenas; ++a) {
+    std::byte*& base = bases_[a][static_cast<std::size_t>(rank_)];
+    if (on_device(a)) {
+      if (taken_[a] != 0) base = device_memory_ + slice_[a];
+    } else if (shown(a)) {
+      if (taken_[a] != 0) base = shared_->data() + slice_[a];
     } else {
-      arenas_[at] = memory::Arena::make(taken_[at]);
-      base = arenas_[at]->data();
+      arenas_[a] = memory::Arena::make(taken_[a]);
+      base = arenas_[a]->data();
     }
   }
 }
@@ -70,13 +65,36 @@ Storage::~Storage() {
   device_->free_memory(device_memory_);
 }
 
-bool Storage::on_device(int category) const {
-  return device_ != nullptr && tiers_[static_cast<std::size_t>(category)] == Tier::device;
+Tier Storage::home(Category category) const {
+  const OffloadOptions& tiers = blueprint_.options.offload;
+  // What a tier on disk leaves in memory of the state is on the host.
+  const auto in_memory = [](Tier tier) { return tier == Tier::device ? tier : Tier::host; };
+  switch (category) {
+    case Category::parameters:
+      return in_memory(tiers.parameters);
+    case Category::master:
+    case Category::moments:
+      return in_memory(tiers.optimizer);
+    case Category::gradients:
+      // Of the accumulators nothing is left in memory; the other buffers are a device's kernels'.
+      return device_ == nullptr && tiers.gradients == Tier::host ? Tier::host : Tier::device;
+    case Category::io_staging:
+      return Tier::host;
+    default:
+      return Tier::device;
+  }
 }
 
-bool Storage::shown(int category) const {
-  return std::find(std::begin(kShared), std::end(kShared), static_cast<Category>(category)) !=
-         std::end(kShared);
+Tier Storage::accumulator_home() const {
+  return blueprint_.options.offload.gradients == Tier::host ? Tier::host : Tier::device;
+}
+
+bool Storage::on_device(std::size_t arena) const {
+  return device_ != nullptr && tier_of(arena) == Tier::device;
+}
+
+bool Storage::shown(std::size_t arena) const {
+  return std::find(std::begin(kShared), std::end(kShared), category_of(arena)) != std::end(kShared);
 }
 
 void Storage::place() {
@@ -84,12 +102,15 @@ void Storage::place() {
   const EngineOptions& options = blueprint_.options;
   const Stage stage = options.stage;
   const auto slots = static_cast<int>(blueprint_.optimizer.rule().slots().size());
-  std::array<std::int64_t, kCategories> end{};
-  const auto take = [&](Category category, std::int64_t bytes) {
-    std::int64_t& at = end[static_cast<std::size_t>(category)];
+  std::array<std::int64_t, kArenas> end{};
+  const auto take_in = [&](Category category, Tier tier, std::int64_t bytes) {
+    std::int64_t& at = end[arena_of(category, tier)];
     const std::int64_t start = at;
     at += bytes;
     return start;
+  };
+  const auto take = [&](Category category, std::int64_t bytes) {
+    return take_in(category, homes_[static_cast<std::size_t>(category)], bytes);
   };
   const TierMap& tiers = blueprint_.tiers;
   for (std::size_t u = 0; u < layout.units().size(); ++u) {
@@ -106,7 +127,9 @@ void Storage::place() {
         p.full = take(p.resident ? Category::resident : Category::parameters, s.bytes());
       }
       if (s.trained()) {
-        if (tier.gradient < 0) p.accumulator = take(Category::gradients, s.shard * 4);
+        if (tier.gradient < 0) {
+          p.accumulator = take_in(Category::gradients, accumulator_home(), s.shard * 4);
+        }
         if (s.dtype != DType::f32) p.master = take(Category::master, tier.kept * 4);
         for (int k = 0; k < slots; ++k) {
           p.state[static_cast<std::size_t>(k)] = take(Category::moments, tier.kept * 4);
@@ -143,7 +166,7 @@ void Storage::place() {
     wire = std::max(wire, staged);
     gathered_bytes_ = std::max(gathered_bytes_, gathered);
   }
-  local_begin_ = end[static_cast<std::size_t>(Category::gradients)];
+  local_begin_ = take(Category::gradients, 0);
   if (options.accumulation == Accumulation::local) {
     for (std::size_t u = 0; u < layout.units().size(); ++u) {
       for (std::size_t s = 0; s < layout.units()[u].segments.size(); ++s) {
@@ -154,47 +177,44 @@ void Storage::place() {
       }
     }
   }
-  local_bytes_ = end[static_cast<std::size_t>(Category::gradients)] - local_begin_;
+  local_bytes_ = take(Category::gradients, 0) - local_begin_;
   take(Category::communication_staging, wire);
   gathered_begin_ = wire;
   if (stage == Stage::replicated) take(Category::communication_staging, 2 * gathered_bytes_);
-  received_begin_ = end[static_cast<std::size_t>(Category::communication_staging)];
-  take(Category::communication_staging, blueprint_.device.received_bytes);
+  const DeviceMap& device = blueprint_.device;
+  received_begin_ = take(Category::communication_staging, device.received_bytes);
+  pieces_begin_ = take(Category::communication_staging, DeviceMap::kPieces * device.piece_bytes);
   take(Category::gather_slots, blueprint_.gather_arena());
   take(Category::gradient_slots, blueprint_.training.gradient_arena);
-  take(Category::io_staging, tiers.staging_bytes + blueprint_.device.staging_bytes);
+  take(Category::io_staging, tiers.staging_bytes + device.staging_bytes);
+  take_in(Category::io_staging, Tier::device, device.upload_bytes);
   std::int64_t blocks = 0;
   for (int r = 0; r < world_; ++r) blocks = std::max(blocks, count_blocks(layout, r));
   take(Category::square_sum_blocks, 8 * blocks);
-  for (int c = 0; c < kCategories; ++c) {
-    verify(static_cast<Category>(c), end[static_cast<std::size_t>(c)]);
-  }
+  for (std::size_t a = 0; a < kArenas; ++a) verify(a, end[a]);
   taken_ = end;
 }
 
-void Storage::verify(Category category, std::int64_t end) const {
-  const std::int64_t planned =
-      blueprint_.plan.bytes(category) - blueprint_.plan.bytes(category, Tier::nvme);
+void Storage::verify(std::size_t arena, std::int64_t end) const {
+  const std::int64_t planned = blueprint_.plan.bytes(category_of(arena), tier_of(arena));
   if (end == planned) return;
-  throw Error("internal: " + std::string(to_string(category)) + " takes " + std::to_string(end) +
-              " bytes, the plan says " + std::to_string(planned));
+  throw Error("internal: " + std::string(to_string(category_of(arena))) + " takes " +
+              std::to_string(end) + " bytes of the tier " + std::string(to_string(tier_of(arena))) +
+              ", the plan says " + std::to_string(planned));
 }
 
 void Storage::share(comm::Group& group) {
   peers_ = group.share(shared_);
-  for (const Category category : kShared) {
-    const auto c = static_cast<std::size_t>(category);
-    if (taken_[c] == 0 || on_device(static_cast<int>(category))) continue;
-    for (std::size_t r = 0; r < peers_.size(); ++r) bases_[c][r] = peers_[r]->data() + slice_[c];
+  for (std::size_t a = 0; a < kArenas; ++a) {
+    if (taken_[a] == 0 || on_device(a) || !shown(a)) continue;
+    for (std::size_t r = 0; r < peers_.size(); ++r) bases_[a][r] = peers_[r]->data() + slice_[a];
   }
 }
 
 MemoryPlan Storage::ledger() const {
   MemoryPlan ledger;
-  for (int c = 0; c < kCategories; ++c) {
-    const auto at = static_cast<std::size_t>(c);
-    ledger.add(static_cast<Category>(c), tiers_[at],
-               arenas_[at] ? arenas_[at]->bytes() : taken_[at]);
+  for (std::size_t a = 0; a < kArenas; ++a) {
+    ledger.add(category_of(a), tier_of(a), arenas_[a] ? arenas_[a]->bytes() : taken_[a]);
   }
   return ledger;
 }
@@ -227,7 +247,9 @@ std::byte* Storage::slot(std::int64_t offset, int u, int s) const {
 }
 
 float* Storage::accumulator(int r, int u, int s) const {
-  return reinterpret_cast<float*>(base(Category::gradients, r) + segment(u, s).accumulator);
+  return reinterpret_cast<float*>(
+      bases_[arena_of(Category::gradients, accumulator_home())][static_cast<std::size_t>(r)] +
+      segment(u, s).accumulator);
 }
 
 float* Storage::local(int r, int u, int s) const {
@@ -299,6 +321,14 @@ std::span<std::byte> Storage::gather_arena() const {
 
 std::byte* Storage::received() const {
   return base(Category::communication_staging, rank_) + received_begin_;
+}
+
+std::byte* Storage::pieces() const {
+  return base(Category::communication_staging, rank_) + pieces_begin_;
+}
+
+std::byte* Storage::uploads() const {
+  return bases_[arena_of(Category::io_staging, Tier::device)][static_cast<std::size_t>(rank_)];
 }
 
 std::byte* Storage::device_staging(std::int64_t offset) const {

@@ -71,7 +71,10 @@ class Storage {
   /// Staging memory of a device rank beside the communicator's; offsets are those of the device
   /// map.
   [[nodiscard]] std::byte* received() const;
+  [[nodiscard]] std::byte* pieces() const;
   [[nodiscard]] std::byte* device_staging(std::int64_t offset) const;
+  /// The update's buffers in device memory.
+  [[nodiscard]] std::byte* uploads() const;
 
  private:
   struct SegmentPlace {
@@ -89,13 +92,24 @@ class Storage {
   [[nodiscard]] const SegmentPlace& segment(int u, int s) const {
     return places_[static_cast<std::size_t>(first_[static_cast<std::size_t>(u)] + s)];
   }
+  // A category's arena in a tier of memory.
+  static constexpr std::size_t kArenas = std::size_t{kCategories} * 2;
+  static std::size_t arena_of(Category category, Tier tier) {
+    return static_cast<std::size_t>(category) * 2 + (tier == Tier::host ? 1 : 0);
+  }
+  static Category category_of(std::size_t arena) { return static_cast<Category>(arena / 2); }
+  static Tier tier_of(std::size_t arena) { return arena % 2 == 1 ? Tier::host : Tier::device; }
+  /// The tier of a category, or of the larger part of it.
+  [[nodiscard]] Tier home(Category category) const;
+  [[nodiscard]] Tier accumulator_home() const;
   [[nodiscard]] std::byte* base(Category category, int r) const {
-    return bases_[static_cast<std::size_t>(category)][static_cast<std::size_t>(r)];
+    return bases_[arena_of(category, homes_[static_cast<std::size_t>(category)])]
+                 [static_cast<std::size_t>(r)];
   }
   void place();
-  [[nodiscard]] bool on_device(int category) const;
-  [[nodiscard]] bool shown(int category) const;  // to peers
-  void verify(Category category, std::int64_t end) const;
+  [[nodiscard]] bool on_device(std::size_t arena) const;
+  [[nodiscard]] bool shown(std::size_t arena) const;  // to peers
+  void verify(std::size_t arena, std::int64_t end) const;
 
   const Blueprint& blueprint_;
   int rank_;
@@ -108,19 +122,20 @@ class Storage {
   std::int64_t gathered_begin_ = 0;
   std::int64_t gathered_bytes_ = 0;
   std::int64_t received_begin_ = 0;
-  std::array<Tier, kCategories> tiers_{};
-  std::array<std::int64_t, kCategories> taken_{};  // bytes really placed
+  std::int64_t pieces_begin_ = 0;
+  std::array<Tier, kCategories> homes_{};
+  std::array<std::int64_t, kArenas> taken_{};  // bytes really placed
   // What peers must see is one memory, so that one descriptor a rank is passed; slices of it are
   // the categories' arenas.
-  std::array<std::int64_t, kCategories> slice_{};
+  std::array<std::int64_t, kArenas> slice_{};
   std::shared_ptr<memory::Arena> shared_;
   device::Device* device_;
   std::byte* device_memory_ = nullptr;  // one allocation, cut like shared_
   std::int64_t device_bytes_ = 0;
   std::int64_t pinned_bytes_ = 0;  // of shared_
   std::vector<std::shared_ptr<memory::Arena>> peers_;
-  std::array<std::shared_ptr<memory::Arena>, kCategories> arenas_;  // the others
-  std::array<std::vector<std::byte*>, kCategories> bases_;
+  std::array<std::shared_ptr<memory::Arena>, kArenas> arenas_;  // the others
+  std::array<std::vector<std::byte*>, kArenas> bases_;
 };
 
 }  // namespace zshard::engine

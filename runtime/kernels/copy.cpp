@@ -53,13 +53,19 @@ void copy(void* target, const void* source, std::int64_t bytes) {
         }
       }
     }
-    _mm_sfence();  // before whatever says that the copy is there
+    finish_streaming();
     to += done;
     from += done;
     bytes -= done;
   }
 #endif
   if (bytes > 0) std::memcpy(to, from, static_cast<std::size_t>(bytes));
+}
+
+void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 }  // namespace zshard::kernels

@@ -62,8 +62,20 @@ TEST_F(BenchIo, OneSettingIsMeasured) {
       EXPECT_EQ(one.at("backend"), "posix");
     }
     EXPECT_GT(said.at("free_bytes").get<std::int64_t>(), 0);
+    EXPECT_EQ(said.at("size_bytes"), 4 << 20);
   }
   EXPECT_TRUE(std::filesystem::is_empty(directory_));
+}
+
+// Smaller than a block: what is said is what was moved.
+TEST_F(BenchIo, SizesAreToldInWholeBlocks) {
+  const Ending end =
+      bench({"--size", "4097", "--block", "1MiB", "--depth", "1", "--repeats", "1", "--json"});
+  ASSERT_EQ(end.code(), 0) << end.text();
+  EXPECT_EQ(end.said().at("size_bytes"), 1 << 20);
+  const Ending text =
+      bench({"--size", "4097", "--block", "1MiB", "--depth", "1", "--repeats", "1"});
+  EXPECT_NE(text.output.find("1 stream, 1.00 MiB"), std::string::npos) << text.output;
 }
 
 TEST_F(BenchIo, TableHasARecommendationThatCanBePasted) {

@@ -217,6 +217,22 @@ TEST(Plan, DiskCounts) {
   EXPECT_EQ(run_tool(job + Arguments{"--nvme-dir", "/nowhere/at/all"}).code(), 2);
 }
 
+TEST(Plan, DirectoriesNamedTwiceAreRefusedAsByTheEngine) {
+  const Directory a;
+  const Directory b;
+  const auto with = [&](const std::string& second) {
+    return run_tool(Arguments{"plan", "--optimizer-tier", "nvme", "--nvme-dir", a.path(),
+                              "--nvme-dir", second} +
+                    kGpt);
+  };
+  EXPECT_EQ(with(b.path()).code(), 0);
+  for (const std::string& again : {a.path(), a.path() + "/"}) {
+    const Ending end = with(again);
+    EXPECT_EQ(end.code(), 2) << end.text();
+    EXPECT_NE(end.output.find("are the same directory"), std::string::npos) << end.text();
+  }
+}
+
 /// "The cheapest change that fits: a = b, c = d (changes bits)." as arguments.
 Arguments arguments_of(const std::string& change) {
   const std::string begin = "The cheapest change that fits: ";

@@ -82,15 +82,61 @@ inline void open_plugin() {
 #endif
 }
 
-/// What a CUDA rank serves of a case's options.
+/// Where what can leave the device is, and what updates it.
+struct Placement {
+  Tier optimizer = Tier::device;
+  Tier gradients = Tier::device;
+  Tier parameters = Tier::device;
+  UpdateOn update_on = UpdateOn::automatic;
+  [[nodiscard]] std::string text() const {
+    std::string out = "optimizer " + std::string(to_string(optimizer));
+    out += ", gradients " + std::string(to_string(gradients));
+    out += ", parameters " + std::string(to_string(parameters));
+    return out + ", update on " + std::string(to_string(update_on));
+  }
+};
+
+/// The placement, as far as the stage and the mode have it.
+inline Placement served(Placement where, const EngineOptions& o) {
+  if (o.stage != Stage::parameters) where.parameters = Tier::device;
+  if (o.accumulation == Accumulation::local && where.gradients == Tier::nvme) {
+    where.gradients = Tier::host;
+  }
+  return where;
+}
+
+/// Every placement that differs in what is done at this stage and in this mode.
+inline std::vector<Placement> placements(Stage stage, Accumulation accumulation) {
+  std::vector<Placement> all;
+  constexpr Tier kAll[] = {Tier::device, Tier::host, Tier::nvme};
+  for (const Tier optimizer : kAll) {
+    for (const Tier gradients : kAll) {
+      if (gradients == Tier::nvme && accumulation == Accumulation::local) continue;
+      for (const Tier parameters : kAll) {
+        if (parameters != Tier::device && stage != Stage::parameters) continue;
+        for (const UpdateOn on : {UpdateOn::host, UpdateOn::device}) {
+          if (optimizer == Tier::device && on == UpdateOn::host) continue;
+          all.push_back({optimizer, gradients, parameters, on});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+inline void place(EngineOptions& o, const Placement& where) {
+  o.offload.optimizer = where.optimizer;
+  o.offload.gradients = where.gradients;
+  o.offload.parameters = where.parameters;
+  o.offload.update_on = where.update_on;
+  o.offload.nvme_dir = nvme_directory();
+  if (where.optimizer != Tier::nvme) o.offload.optimizer_nvme_bytes.reset();
+}
+
+/// The case on CUDA ranks.
 inline void on_cuda(Case& c) {
   open_plugin();
   c.options.device = DeviceKind::cuda;
-  OffloadOptions& tiers = c.options.offload;
-  tiers.gradients = Tier::device;
-  if (tiers.parameters != Tier::device && tiers.optimizer == Tier::device) {
-    tiers.optimizer = Tier::host;
-  }
   c.access = [](int rank) { return std::make_unique<CudaAccess>(rank % gpus()); };
 }
 

@@ -84,6 +84,9 @@ class CudaFaults : public testing::Test {
     return lab::outcomes(c.world, [&](const ProcessGroup& group) { run_ahead(c, group); });
   }
 
+  /// A disk that others use may stall for longer than a test of collectives waits.
+  static constexpr double kPatience = 10 * lab::kDeadline;
+
   /// Every rank ended with one of these types; the text of one of them has `part`.
   static void expect_ends(const std::vector<Outcome>& got, const std::vector<std::string>& types,
                           const std::string& part, const std::string& what) {
@@ -105,26 +108,48 @@ TEST_F(CudaFaults, AMissingWaitIsFoundByNameInEveryQueue) {
     const char* waiting;  // null: any, the user's stream among them
     const char* recorded;
     int stage;
-    Tier optimizer;
+    lab::Placement where;
     std::string named;  // in the race
   };
+  const lab::Placement gpu;
+  const lab::Placement state{.optimizer = Tier::host};
+  const lab::Placement sums{.gradients = Tier::host};
+  const lab::Placement shards{.parameters = Tier::host};
+  const lab::Placement through{.optimizer = Tier::host, .update_on = UpdateOn::device};
+  const lab::Placement disk{.gradients = Tier::nvme};
   const Row rows[] = {
-      {"user", "zshard gather", 3, Tier::device, "zshard gather"},
-      {"user", "zshard reduce", 3, Tier::device, "zshard reduce"},
-      {"zshard gather", "user", 3, Tier::device, "zshard gather"},
-      {"zshard reduce", "user", 3, Tier::device, "zshard reduce"},
-      {"zshard gather", "zshard reduce", 2, Tier::device, "zshard gather"},
-      {"zshard reduce", "zshard gather", 0, Tier::device, "zshard reduce"},
-      {"zshard download", "zshard reduce", 2, Tier::host, "zshard download"},
+      {"user", "zshard gather", 3, gpu, "zshard gather"},
+      {"user", "zshard reduce", 3, gpu, "zshard reduce"},
+      {"zshard gather", "user", 3, gpu, "zshard gather"},
+      {"zshard reduce", "user", 3, gpu, "zshard reduce"},
+      {"zshard gather", "zshard reduce", 2, gpu, "zshard gather"},
+      {"zshard reduce", "zshard gather", 0, gpu, "zshard reduce"},
+      {"zshard download", "zshard reduce", 2, state, "zshard download"},
+      // Accumulators on the host: up, summed, down, and the next pass's.
+      {"zshard download", "zshard reduce", 3, sums, "zshard download"},
+      {"zshard reduce", "zshard upload", 3, sums, "zshard upload"},
+      {"zshard upload", "zshard download", 3, sums, "zshard upload"},
+      {"zshard reduce", "zshard download", 3, sums, "zshard download"},
+      {"zshard reduce", "zshard download", 0, sums, "zshard download"},  // the vote, for gathers
+      // On disk: the keeper waits for what lands by the host.
+      {"zshard download", "zshard reduce", 2, disk, "zshard download"},
+      // State and parameters through the device: up, updated, down, and the next group's.
+      {"zshard reduce", "zshard upload", 2, through, "zshard upload"},
+      {"zshard download", "zshard reduce", 2, through, "zshard download"},
+      {"zshard upload", "zshard download", 2, through, "zshard upload"},
+      {"zshard reduce", "zshard upload", 3, shards, "zshard upload"},
+      {"zshard gather", "zshard download", 3, shards, "zshard gather"},
   };
   for (const Row& row : rows) {
     for (const bool removed : {false, true}) {
-      SCOPED_TRACE(std::string(row.waiting) + " for " + row.recorded +
+      SCOPED_TRACE(std::string(row.waiting) + " for " + row.recorded + ", " + row.where.text() +
                    (removed ? ", removed" : ", there"));
       simulator::reset();
       simulator::set_device_memory(std::int64_t{64} << 20);
       lab::Case c = example(row.stage);
-      c.options.offload.optimizer = row.optimizer;
+      c.options.sub_group_bytes = 4096;
+      c.options.deadline_seconds = kPatience;
+      lab::place(c.options, row.where);
       if (removed) simulator::ignore_waits(row.waiting, row.recorded);
       run_ranks(c.world, [&](const ProcessGroup& group) { run_ahead(c, group); });
       const auto races = simulator::races();
@@ -142,8 +167,10 @@ TEST_F(CudaFaults, AMissingWaitIsFoundByNameInEveryQueue) {
 }
 
 TEST_F(CudaFaults, ASteadyStepTakesNoMemoryAndWaitsOnlyForTheNorm) {
-  for (int stage = 0; stage < 4; ++stage) {
-    SCOPED_TRACE(stage);
+  int kind = 0;
+  for (const lab::Placement& where : lab::placements(Stage::parameters, Accumulation::reduced)) {
+    const int stage = where.parameters != Tier::device ? 3 : kind++ % 4;
+    SCOPED_TRACE("stage " + std::to_string(stage) + ", " + where.text());
     const char* const forbidden[] = {"cudaMalloc",
                                      "cudaFree",
                                      "cudaHostRegister",
@@ -153,6 +180,9 @@ TEST_F(CudaFaults, ASteadyStepTakesNoMemoryAndWaitsOnlyForTheNorm) {
                                      "cudaEventSynchronize",
                                      "cudaMemcpy"};
     lab::Case c = example(stage, 2, 1);
+    c.options.sub_group_bytes = 4096;
+    c.options.deadline_seconds = kPatience;
+    lab::place(c.options, where);
     std::vector<std::int64_t> before;
     std::vector<std::int64_t> after;
     std::int64_t synchronised = 0;
@@ -240,6 +270,43 @@ TEST_F(CudaFaults, EveryCallThatARefusalCanHitEndsOnEveryRank) {
   EXPECT_GT(failed, 40);
 }
 
+// What moves between device and host, wherever it lives.
+TEST_F(CudaFaults, ARefusedCallEndsOnEveryRankInEveryPlacement) {
+  const char* const calls[] = {"cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventRecord",
+                               "cudaStreamWaitEvent", "cudaEventQuery"};
+  const int afters[] = {3, 40, 130, 400};
+  int failed = 0;
+  int kind = 0;
+  for (const int stage : {0, 2, 3}) {
+    for (const lab::Placement& where :
+         lab::placements(static_cast<Stage>(stage), Accumulation::reduced)) {
+      simulator::reset();
+      simulator::set_device_memory(std::int64_t{64} << 20);
+      const char* call = calls[kind % 5];
+      const int after = afters[kind++ / 5 % 4];
+      lab::Case c = example(stage, 2, 2);
+      c.options.sub_group_bytes = 4096;
+      lab::place(c.options, where);
+      c.options.deadline_seconds = kPatience;
+      simulator::fail({.call = call,
+                       .after = after,
+                       .code = static_cast<int>(cudaErrorInvalidValue),
+                       .how = simulator::How::refused,
+                       .device = 1});
+      const lab::Within limit(kPatience);
+      const std::vector<Outcome> got = ends(c);
+      const std::string what = std::string(call) + " after " + std::to_string(after) +
+                               " at stage " + std::to_string(stage) + ", " + where.text();
+      if (got[0].type == "nothing" && got[1].type == "nothing") continue;  // fewer calls
+      ++failed;
+      expect_ends(got, {"DeviceError", "CommError"}, call, what);
+      for (const std::string& leak : simulator::leaks()) ADD_FAILURE() << what << ": " << leak;
+      if (HasFailure()) return;
+    }
+  }
+  EXPECT_GT(failed, 40);
+}
+
 TEST_F(CudaFaults, AKernelThatFaultsIsADeviceErrorAndTheEngineIsPoisoned) {
   const lab::Case c = example(2);
   simulator::fail({.call = "reduce_add",
@@ -253,11 +320,16 @@ TEST_F(CudaFaults, AKernelThatFaultsIsADeviceErrorAndTheEngineIsPoisoned) {
 
 // Behind the vote nothing is guarded by the collectives of the pass: the update tells by itself.
 TEST_F(CudaFaults, ADeviceThatFailsInTheUpdatePoisonsItsEngineAndEndsPeers) {
-  for (const Tier tier : {Tier::device, Tier::host}) {
+  for (const lab::Placement& where : lab::placements(Stage::parameters, Accumulation::reduced)) {
+    SCOPED_TRACE(where.text());
     simulator::reset();
     simulator::set_device_memory(std::int64_t{64} << 20);
-    lab::Case c = example(2, 2, 1);
-    c.options.offload.optimizer = tier;
+    // All on the host but the parameters: only those are moved, behind the vote.
+    const bool by_host = where.optimizer != Tier::device && where.update_on == UpdateOn::host;
+    if (by_host && where.parameters != Tier::device) continue;
+    lab::Case c = example(3, 2, 1);
+    lab::place(c.options, where);
+    c.options.deadline_seconds = kPatience;
     const auto got = lab::outcomes(c.world, [&](const ProcessGroup& group) {
       Engine engine(c.spec, c.optimizer, group, c.options);
       const lab::CudaAccess mine(group.rank());
@@ -270,13 +342,15 @@ TEST_F(CudaFaults, ADeviceThatFailsInTheUpdatePoisonsItsEngineAndEndsPeers) {
       }
       group.barrier();
       if (group.rank() == 1) {
-        simulator::fail({.call = tier == Tier::device ? "adamw" : "cudaMemcpyAsync",
-                         .after = tier == Tier::device ? 0 : 1,  // the norm's blocks come first
+        // The norm's blocks come first, where the device sums them.
+        simulator::fail({.call = by_host ? "cudaMemcpyAsync" : "adamw",
+                         .after = by_host && where.gradients != Tier::nvme ? 1 : 0,
                          .code = cudaErrorInvalidValue,
                          .how = simulator::How::refused,
                          .device = 1});
       }
       group.barrier();
+      const lab::Within limit(kPatience);
       const Outcome first = lab::outcome([&] { engine.step(); });
       const Outcome again = lab::outcome([&] { engine.begin_micro_steps(1); });
       EXPECT_EQ(first.type, group.rank() == 1 ? "DeviceError" : "CommError") << first.text;
@@ -324,8 +398,7 @@ TEST_F(CudaFaults, OptionsThatADeviceDoesNotServeAreRefused) {
     const std::vector<Outcome> got = ends(c);
     lab::expect(got[0], "UsageError", {part}, part);
   };
-  refuse([](EngineOptions& o) { o.offload.gradients = Tier::host; }, "offload.gradients = host");
-  refuse([](EngineOptions& o) { o.offload.parameters = Tier::host; }, "offload.optimizer");
+  refuse([](EngineOptions& o) { o.offload.update_on = UpdateOn::host; }, "update_on = host");
   refuse([](EngineOptions& o) { o.device_index = 8; }, "there are 8 GPUs");
 }
 

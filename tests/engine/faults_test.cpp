@@ -1,6 +1,7 @@
 // Faults at run time: exceptions in every scope, ranks that leave or are slow, numbers that are not
 // finite, and what an engine takes from the process and gives back.
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <array>
 #include <atomic>
@@ -8,9 +9,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -491,6 +494,176 @@ TEST(Faults, ASlowRankIsFineBelowTheDeadlineAndNamedAboveIt) {
   }
 }
 
+TEST(Faults, RanksThatWaitLeaveTheCoresToThoseThatCompute) {
+  // Processor time of the whole process while one rank does nothing and the queues of the others
+  // wait for it in a gather, a reduction or a barrier.
+  const auto used = [] {
+    timespec time{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  };
+  for (const std::string where : {"forward", "backward", "step", "barrier"}) {
+    for (const bool inline_queues : {false, true}) {
+      double spent = -1.0;
+      run_ranks(3, [&](const ProcessGroup& group) {
+        EngineOptions options = at_stage(3);
+        options.inline_queues = inline_queues;
+        options.threads = 2;
+        Engine engine(small_model(), AdamW{}, group, options);
+        train_step(engine);
+        const auto pause = [&](const char* here) {
+          if (group.rank() != 1 || where != here) return;
+          std::this_thread::sleep_for(milliseconds(50));  // until the others wait
+          const double before = used();
+          std::this_thread::sleep_for(milliseconds(250));
+          spent = used() - before;
+        };
+        pause("barrier");
+        group.barrier();
+        for ([[maybe_unused]] const MicroStep m : engine.micro_steps(1)) {
+          pause("forward");
+          all_forward(engine);
+          pause("backward");
+          for (int u = 3; u-- > 0;) {
+            Guard guard = engine.backward(unit(u));
+            write_gradients(engine, unit(u), 1.0f);
+            guard.commit();
+          }
+        }
+        pause("step");
+        engine.step();
+      });
+      EXPECT_GE(spent, 0.0) << where;
+      EXPECT_LT(spent, 0.06) << where << (inline_queues ? ", inline" : "");
+    }
+  }
+}
+
+// -- one rank at fault --
+
+/// Two good steps of two micro-steps, and a fault of one rank before or in the third.
+void train_and_fail(const ProcessGroup& group, const std::string& kind, int victim,
+                    const EngineOptions& options) {
+  const auto is = [&](const char* name) { return group.rank() == victim && kind == name; };
+  ModelSpec spec = small_model();
+  if (is("other shapes")) spec.unit("more").parameter("more.w", {3});
+  Engine engine(spec, AdamW{}, group, options);
+  const auto step = [&](const std::function<void()>& middle) {
+    for (const MicroStep m : engine.micro_steps(2)) {
+      all_forward(engine);
+      for (int u = 3; u-- > 0;) {
+        Guard guard = engine.backward(unit(u));
+        write_gradients(engine, unit(u), static_cast<float>(group.rank() + 1));
+        if (m.index() == 1 && u == 1) middle();
+        guard.commit();
+      }
+    }
+    engine.step();
+  };
+  step([] {});
+  step([] {});
+  if (is("exception between steps")) boom();
+  if (is("return between steps")) return;
+  if (is("another collective")) {
+    for ([[maybe_unused]] const MicroStep m : engine.evaluation_passes(1)) all_forward(engine);
+  }
+  if (is("more micro-steps")) {
+    for ([[maybe_unused]] const MicroStep m : engine.micro_steps(3)) forward_backward(engine, 1.0f);
+    engine.step();
+  }
+  step([&] {
+    if (is("exception")) boom();
+  });
+  step([] {});
+}
+
+TEST(Faults, EverySurvivorEndsInTimeAndNamesRankOperationAndUnit) {
+  struct Fault {
+    std::string kind;
+    std::string victim_type;
+    std::vector<std::string> survivors;  // # stands for the victim
+    std::string type = "CommError";
+  };
+  const std::vector<std::string> left = {"cannot complete: rank #", "of unit u",
+                                         "in micro-step 0 of 2, range 3"};
+  const std::vector<std::string> different = {"ranks issued different collectives",
+                                              "rank #: ", "of unit u", "range 3"};
+  const std::vector<Fault> faults = {
+      {"exception",
+       "other",
+       {"rank #: a backward guard of unit u1 was left by an exception", "step 2, micro-step 1"}},
+      {"exception between steps", "other", left},
+      {"return between steps", "nothing", left},
+      {"another collective", "CommError", different},
+      {"more micro-steps", "CommError", different},
+      {"other shapes",
+       "UsageError",
+       {"ranks made different engines: rank 0 has", "rank ", " has"},
+       "UsageError"},
+  };
+  for (const Fault& f : faults) {
+    for (int victim = 0; victim < 3; ++victim) {
+      for (const int stage : {0, 1, 2, 3}) {
+        for (const bool inline_queues : {false, true}) {
+          const std::string what = f.kind + " of rank " + std::to_string(victim) + ", stage " +
+                                   std::to_string(stage) + (inline_queues ? ", inline" : "");
+          std::vector<std::string> parts = f.survivors;
+          for (std::string& part : parts) {
+            const auto at = part.find('#');
+            if (at != std::string::npos) part.replace(at, 1, std::to_string(victim));
+          }
+          const Within within(kDeadline);  // nobody waits for it
+          const auto ends = outcomes(3, [&](const ProcessGroup& group) {
+            EngineOptions options = at_stage(stage);
+            options.inline_queues = inline_queues;
+            train_and_fail(group, f.kind, victim, options);
+          });
+          for (int r = 0; r < 3; ++r) {
+            const Outcome& end = ends[static_cast<std::size_t>(r)];
+            if (r == victim) {
+              expect(end, f.victim_type, {}, what + ", the victim");
+              continue;
+            }
+            expect(end, f.type, parts, what + ", rank " + std::to_string(r));
+            if (f.type == "CommError") {
+              EXPECT_EQ(end.state_step, 2) << what << ": " << end.text;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Faults, TheReportInTheLogDirectorySaysWhereEveryThreadRankStands) {
+  std::string directory = testing::TempDir() + "zshard_test_XXXXXX";
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  const auto ends = outcomes(3, [&](const ProcessGroup& group) {
+    EngineOptions options = at_stage(3);
+    options.log_dir = directory;
+    train_and_fail(group, "more micro-steps", 1, options);
+  });
+  std::map<int, std::string> reports;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    const std::string name = entry.path().filename();
+    ASSERT_EQ(name.rfind("zshard-rank", 0), 0U) << name;
+    std::ifstream file(entry.path());
+    std::stringstream text;
+    text << file.rdbuf();
+    reports[std::atoi(name.c_str() + 11)] = text.str();
+  }
+  std::filesystem::remove_all(directory);
+  ASSERT_EQ(reports.size(), 3U);
+  for (const auto& [r, text] : reports) {
+    const std::string own = "last collectives of rank " + std::to_string(r) + " of 3";
+    for (const std::string& part :
+         {ends[static_cast<std::size_t>(r)].text, own, std::string("gather of unit u0"),
+          std::string("vote in micro-step 2 of 2"), std::string("where the ranks stand")}) {
+      EXPECT_NE(text.find(part), std::string::npos) << "no `" << part << "` in " << text;
+    }
+  }
+}
+
 // -- behind the vote --
 
 /// Passes everything on to another group, and finds the board of the engine that is made with it.
@@ -525,6 +698,75 @@ class WatchedGroup final : public comm::Group {
   std::shared_ptr<comm::Group> inner_;
   std::shared_ptr<memory::Arena> last_;
 };
+
+TEST(Faults, GathersRunAheadAndReductionsBehindWhileTheCallerComputes) {
+  for (const int delay : {0, 300}) {
+    const auto ends = outcomes(3, [&](const ProcessGroup& group) {
+      const auto watched = std::make_shared<WatchedGroup>(group.implementation());
+      EngineOptions options = at_stage(3);
+      options.test_delay_microseconds = delay;
+      Engine engine(small_model(), AdamW{}, ProcessGroup(watched), options);
+      comm::Board board = watched->board();
+      // Without a call to the engine, as a loop that computes makes none.
+      const auto comes = [&](comm::Lane lane, std::uint32_t number) {
+        const auto end =
+            std::chrono::steady_clock::now() + std::chrono::duration<double>(kDeadline);
+        while (!board.meeting(lane).arrived.reached(number * 3)) {
+          if (std::chrono::steady_clock::now() > end) return false;
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        return true;
+      };
+      std::uint32_t gathers = 0;
+      std::uint32_t reductions = 0;
+      for (int step = 0; step < 2; ++step) {
+        for ([[maybe_unused]] const MicroStep m : engine.micro_steps(1)) {
+          for (int u = 0; u < 3; ++u) {
+            const Guard guard = engine.forward(unit(u));
+            // The budget holds all units: the next one comes, and backward finds all there.
+            EXPECT_TRUE(comes(comm::Lane::gather, gathers += u < 2 ? (u == 0 ? 2 : 1) : 0)) << u;
+          }
+          for (int u = 3; u-- > 0;) {
+            {
+              Guard guard = engine.backward(unit(u));
+              write_gradients(engine, unit(u), 1.0f);
+              guard.commit();
+            }
+            EXPECT_TRUE(comes(comm::Lane::reduce, ++reductions)) << u;
+          }
+        }
+        engine.step();
+        ++reductions;  // the vote
+      }
+    });
+    expect_all(ends, "nothing", {});
+  }
+}
+
+TEST(Faults, CollectivesThatDifferAreFoundBeforeTheirDataMoves) {
+  // A rank counts what it has ended, after it has moved its data.
+  for (const comm::Lane lane : {comm::Lane::gather, comm::Lane::reduce}) {
+    for (const bool inline_queues : {false, true}) {
+      const auto ends = outcomes(2, [&](const ProcessGroup& group) {
+        const auto watched = std::make_shared<WatchedGroup>(group.implementation());
+        EngineOptions options = at_stage(lane == comm::Lane::gather ? 3 : 2);
+        options.inline_queues = inline_queues;
+        Engine engine(small_model(), AdamW{}, ProcessGroup(watched), options);
+        const auto moved = [&] {
+          comm::Board board = watched->board();
+          return board.rank(group.rank()).lane[static_cast<std::size_t>(lane)].ended.load();
+        };
+        train_step(engine, 2);
+        const std::uint32_t before = moved();
+        EXPECT_GT(before, 0U);
+        const Outcome end = outcome([&] { train_step(engine, group.rank() == 0 ? 2 : 3); });
+        expect(end, "CommError", {"micro-step 0 of 2", "micro-step 0 of 3"}, "");
+        EXPECT_EQ(moved(), before) << (inline_queues ? "inline" : "");
+      });
+      expect_all(ends, "nothing", {});
+    }
+  }
+}
 
 TEST(Faults, AFailureBehindTheVoteLeavesEveryRankUpdated) {
   for (int stage = 0; stage < 3; ++stage) {
@@ -959,6 +1201,33 @@ int descriptors_now() {
     ++count;
   }
   return count;
+}
+
+TEST(Faults, ElementLoopsHaveTheCoresOfOneRankByDefault) {
+  const auto threads_with = [](int ranks, int wanted) {
+    int most = 0;
+    const int before = threads_now();
+    run_ranks(ranks, [&](const ProcessGroup& group) {
+      EngineOptions options = at_stage(3);
+      options.threads = wanted;
+      const Engine engine(small_model(), AdamW{}, group, options);
+      group.barrier();
+      if (group.rank() == 0) most = threads_now();
+      group.barrier();
+    });
+    for (int i = 0; i < 200 && threads_now() > before; ++i) {
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    return most;
+  };
+  cpu_set_t mine;
+  ASSERT_EQ(sched_getaffinity(0, sizeof mine, &mine), 0);
+  const int cores = CPU_COUNT(&mine);
+  for (const int ranks : {1, 2, 3}) {
+    const int share = std::max(1, cores / ranks);
+    EXPECT_EQ(threads_with(ranks, 0), threads_with(ranks, share)) << ranks;
+    EXPECT_EQ(threads_with(ranks, share + 2), threads_with(ranks, share) + 2 * ranks) << ranks;
+  }
 }
 
 TEST(Faults, AHundredEnginesGiveEverythingBack) {

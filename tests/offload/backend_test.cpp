@@ -356,6 +356,25 @@ INSTANTIATE_TEST_SUITE_P(All, Failures,
                          ::testing::Values(IoBackendKind::io_uring, IoBackendKind::posix),
                          [](const auto& one) { return name_of(one.param); });
 
+TEST(Drivers, OfThreadsMoveLargerBlocksWithAsMuchInFlight) {
+  const Directory directory;
+  const ExtentFile file = ExtentFile::make(directory.path(), kMiB, 0);
+  const auto made = [&](std::int64_t block, int depth) {
+    const ChosenDriver chosen = make_driver({.backend = IoBackendKind::posix,
+                                             .files = {file.descriptor()},
+                                             .block_bytes = block,
+                                             .depth = depth});
+    EXPECT_EQ(chosen.driver->name().rfind("posix, ", 0), 0U);
+    return std::pair(chosen.block_bytes, chosen.driver->capacity());
+  };
+  EXPECT_EQ(made(kMiB, 8), std::pair(4 * kMiB, 2));
+  EXPECT_EQ(made(kMiB, 32), std::pair(4 * kMiB, 8));
+  EXPECT_EQ(made(kMiB, 4096), std::pair(4 * kMiB, 16));
+  EXPECT_EQ(made(8 * kMiB, 4), std::pair(8 * kMiB, 4));
+  EXPECT_EQ(made(kPage, 8), std::pair(4 * kMiB, 2));
+  EXPECT_EQ(made(kMiB, 1), std::pair(4 * kMiB, 1));
+}
+
 TEST(Stripes, DealEveryPageToItsOwnPlace) {
   for (const std::vector<int>& weights :
        {std::vector{1}, {1, 1}, {8, 7}, {1, 8}, {3, 2, 5}, {1, 1, 1, 1}}) {

@@ -11,12 +11,43 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
+#include <atomic>
 #include <cerrno>
 #include <fstream>
 
 #include "offload/io/tuner.hpp"
 #include "runtime/base/log.hpp"
 #include "tests/offload/support.hpp"
+
+namespace {
+/// Transfers by pread() and pwrite() of files in this directory take long; null: of none.
+std::atomic<const std::string*> slow_directory{nullptr};
+}  // namespace
+
+#ifndef ZSHARD_SANITIZER
+namespace {
+void wait_if_slow(int file) {
+  const std::string* directory = slow_directory.load();
+  if (directory == nullptr) return;
+  std::error_code gone;
+  const std::filesystem::path link = "/proc/self/fd/" + std::to_string(file);
+  const std::string target = std::filesystem::read_symlink(link, gone).string();
+  if (target.rfind(*directory + "/", 0) == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
+}  // namespace
+extern "C" {
+ssize_t pread(int file, void* memory, std::size_t bytes, off_t offset) {
+  wait_if_slow(file);
+  return syscall(SYS_pread64, file, memory, bytes, offset);
+}
+ssize_t pwrite(int file, const void* memory, std::size_t bytes, off_t offset) {
+  wait_if_slow(file);
+  return syscall(SYS_pwrite64, file, memory, bytes, offset);
+}
+}
+#endif
 
 namespace zshard::offload::testing {
 namespace {
@@ -57,6 +88,24 @@ bool refuse(const std::vector<int>& calls, int error) {
   program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)));
   for (const int call : calls) {
     program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(call), 0, 1));
+    program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<unsigned>(error)));
+  }
+  program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+/// Makes io_uring_register() with these operations fail from now on, in this process.
+bool refuse_registration(const std::vector<unsigned>& operations, int error) {
+  std::vector<sock_filter> program;
+  const auto count = static_cast<unsigned char>(operations.size());
+  program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)));
+  program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_uring_register, 0,
+                             static_cast<unsigned char>(1 + 2 * count)));
+  program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])));
+  for (const unsigned operation : operations) {
+    program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, operation, 0, 1));
     program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<unsigned>(error)));
   }
   program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
@@ -138,6 +187,77 @@ TEST(Refusals, OfRegistrationGoOnWithoutRegisteredMemory) {
               return "";
             }),
             "");
+}
+
+TEST(Refusals, OfEachRegistrationAloneGoOnWithoutItAndSaySoOnce) {
+  if (!io_uring_refusal().empty()) GTEST_SKIP() << "io_uring: " << io_uring_refusal();
+  constexpr unsigned kBuffers = 0;  // IORING_REGISTER_BUFFERS, IORING_REGISTER_FILES
+  constexpr unsigned kFiles = 2;
+  for (const auto& [operations, name] :
+       {std::pair{std::vector{kBuffers}, "io_uring"},
+        std::pair{std::vector{kFiles}, "io_uring, registered buffers"},
+        std::pair{std::vector{kBuffers, kFiles}, "io_uring"}}) {
+    EXPECT_EQ(in_child([&, &operations = operations, &name = name]() -> std::string {
+                const Lines lines;
+                const Directory directory;
+                if (!refuse_registration(operations, ENOMEM)) return "";
+                const Pages pages(8 * kMiB);
+                StoreOptions wanted = options_in(directory.path(), 8 * kMiB);
+                wanted.buffers = pages.bytes();
+                for (int i = 0; i < 2; ++i) {
+                  auto store = Store::make(wanted);
+                  if (store->backend() != name) return store->backend();
+                  const std::string bits = round_trip(*store, pages.bytes());
+                  if (!bits.empty()) return bits;
+                }
+                const int told = lines.count("does not register");
+                return told == static_cast<int>(operations.size()) ? "" : "said not once";
+              }),
+              "")
+        << name;
+  }
+}
+
+TEST(Refusals, OfSpaceBySignalsWithoutEndAreErrors) {
+  EXPECT_EQ(in_child([]() -> std::string {
+              const Directory directory;
+              if (!refuse({SYS_fallocate}, EINTR)) return "";
+              const std::string text =
+                  message<IoError>([&] { Store::make(options_in(directory.path(), kMiB)); });
+              return has(text, "cannot reserve") && has(text, "Interrupted") ? "" : text;
+            }),
+            "");
+}
+
+// Where a file system reserves nothing, the zeros do: a disk that has no room for them is told
+// before anybody trains.
+TEST(Refusals, OfReservationsFillTheFileBeforeAnythingElse) {
+  for (const bool fails : {false, true}) {
+    EXPECT_EQ(
+        in_child([&]() -> std::string {
+          const Directory directory;
+          Injection faults;
+          if (!refuse({SYS_fallocate}, EOPNOTSUPP)) return "";
+          if (fails) {
+            faults->arm(
+                {.value = ENOSPC, .only = Operation::write, .times = kLasting, .from = 24 * kMiB});
+          }
+          std::unique_ptr<Store> store;
+          const std::string text = message<IoError>(
+              [&] { store = Store::make(options_in(directory.path(), 32 * kMiB)); });
+          if (fails) {
+            return store == nullptr && has(text, "first write (zeros)") &&
+                           has(text, "No space left")
+                       ? ""
+                       : text;
+          }
+          if (store == nullptr) return text;
+          const Pages pages(kMiB);
+          return round_trip(*store, pages.bytes());
+        }),
+        "")
+        << fails;
+  }
 }
 
 TEST(Refusals, OfDirectIoTakeThePageCacheAndSaySoOnce) {
@@ -342,6 +462,62 @@ TEST(Directories, ThatAreMissingNoDirectoriesOrLinksAreRefused) {
   EXPECT_NO_THROW(Store::make(options_in(directory / "real/", kPage)));
 }
 
+// Who names a disk twice meant another one; half of the speed would be missing silently.
+TEST(Directories, NamedTwiceAreRefusedHoweverTheyAreSpelled) {
+  const Directory directory;
+  std::filesystem::create_directory(directory / "a");
+  std::filesystem::create_directory(directory / "b");
+  const auto text_of = [&](const std::vector<std::string>& names) {
+    StoreOptions wanted = options_in(directory.path(), 16 * kPage);
+    wanted.directories.clear();
+    for (const std::string& name : names) wanted.directories.push_back(directory / name);
+    const std::string made = message<UsageError>([&] { Store::make(wanted); });
+    EXPECT_EQ(message<UsageError>([&] { Store::check(wanted); }), made);
+    return made;
+  };
+  EXPECT_TRUE(has(text_of({"a", "a"}), "are the same directory"));
+  EXPECT_TRUE(has(text_of({"a", "b", "a/"}), "are the same directory"));
+  EXPECT_TRUE(has(text_of({"a", "./a"}), (directory / "./a").c_str()));
+  EXPECT_TRUE(has(text_of({"b/../a", "a"}), "are the same directory"));
+  EXPECT_EQ(text_of({"a", "b"}), "threw nothing");
+}
+
+/// Bytes of the files without a name that this process holds in a directory.
+std::int64_t held_in(const std::string& directory) {
+  std::int64_t sum = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    struct stat file {};
+    if (target.rfind(directory + "/", 0) == 0 && stat(entry.path().c_str(), &file) == 0) {
+      sum += file.st_size;
+    }
+  }
+  return sum;
+}
+
+TEST(Directories, TakeBytesInProportionToTheirSpeed) {
+#ifdef ZSHARD_SANITIZER
+  GTEST_SKIP() << "sanitizers bring their own pread() and pwrite()";
+#endif
+  const Directory fast;
+  const Directory slow;
+  const auto shares = [&](const std::vector<std::string>& directories) {
+    StoreOptions wanted = options_in(fast.path(), 80 * kMiB);
+    wanted.directories = directories;
+    const auto store = Store::make(wanted);
+    const std::pair held(held_in(fast.path()), held_in(slow.path()));
+    EXPECT_EQ(held.first + held.second, wanted.bytes);
+    return held;
+  };
+  slow_directory.store(&slow.path());
+  const auto one = shares({fast.path(), slow.path()});
+  const auto other = shares({slow.path(), fast.path()});
+  slow_directory.store(nullptr);
+  EXPECT_LT(2 * one.second, one.first);
+  EXPECT_LT(2 * other.second, other.first);
+}
+
 TEST(Directories, OfOthersAreRefused) {
   if (geteuid() != 0) {
     EXPECT_TRUE(has(refusal("/"), "belongs to uid 0"));
@@ -461,6 +637,28 @@ TEST(Tuner, RecommendsAGoodSettingOfItsTable) {
     return one.backend == IoBackendKind::io_uring;
   });
   EXPECT_EQ(uring, tuning.io_uring_refusal.empty());
+}
+
+TEST(Tuner, SaysThatThreadsCannotBeStarted) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+#ifdef ZSHARD_SANITIZER
+  GTEST_SKIP() << "sanitizers need threads of their own";
+#endif
+  for (const IoBackendKind kind : {IoBackendKind::automatic, IoBackendKind::posix}) {
+    EXPECT_EQ(in_child([&]() -> std::string {
+                const rlimit none{0, 0};
+                if (setgroups(0, nullptr) != 0 || setgid(kNobody) != 0 ||
+                    setrlimit(RLIMIT_NPROC, &none) != 0 || setuid(kNobody) != 0) {
+                  return "no other user";
+                }
+                const Directory directory;
+                const std::string text = message<IoError>([&] {
+                  measure({.directory = directory.path(), .bytes = kMiB, .backend = kind});
+                });
+                return has(text, "cannot start the threads") && has(text, "ulimit -u") ? "" : text;
+              }),
+              "");
+  }
 }
 
 TEST(Tuner, RefusesThePageCacheAndBadNumbers) {

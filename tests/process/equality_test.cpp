@@ -9,6 +9,7 @@
 #include <fstream>
 
 #include "tests/engine/pairwise.hpp"
+#include "tests/engine/placements.hpp"
 #include "tests/process/rows.hpp"
 #include "tests/process/scenario.hpp"
 
@@ -18,6 +19,9 @@ namespace {
 using lab::Children;
 using lab::Ending;
 using lab::Json;
+
+// Of many rows, some on a disk that others use: nothing here is about the deadline.
+const lab::JobOptions kLong{.seconds = 10 * lab::kJobSeconds, .deadline = 60.0};
 
 const lab::Scenario rows("rows", [](const Json& arguments) {
   const ProcessGroup group = ProcessGroup::from_environment();
@@ -39,24 +43,87 @@ TEST(ProcessEquality, EveryPairOfFactorsGivesTheOraclesBits) {
   }
   ASSERT_EQ(of_world.size(), 7U);
   for (const auto& [world, some] : of_world) {
-    const auto ends = lab::run_job(world, "rows", some, {.seconds = 10 * lab::kJobSeconds});
+    const auto ends = lab::run_job(world, "rows", some, kLong);
     lab::expect_success(ends, "world " + std::to_string(world));
     for (const Ending& end : ends) EXPECT_EQ(end.said()["rows"], some.size()) << end.text();
   }
 }
 
-TEST(ProcessEquality, QueuesWithPausesChangeNoBit) {
-  // Of the covering array, once more with every row concurrent and paused.
-  Json some;
+TEST(ProcessEquality, EveryRowGivesTheOraclesBitsWithInlineQueuesAndWithPauses) {
   const auto array = lab::pairwise(lab::kLevels, 11);
-  for (std::size_t i = 0; i < array.size(); i += lab::kSanitized ? 6 : 2) {
-    std::vector<int> row = array[i];
-    row[lab::kWorld] = 2;  // three ranks
-    row[lab::kQueues] = 2;
-    some.push_back(Json::array({row, 5000 + i}));
+  std::map<int, Json> of_world;
+  for (std::size_t i = 0; i < array.size(); i += lab::kSanitized ? 6 : 1) {
+    for (const int queues : {1, 2}) {
+      std::vector<int> row = array[i];
+      row[lab::kQueues] = queues;
+      of_world[lab::world_of(row)].push_back(Json::array({row, 5000 + i}));
+    }
   }
-  const auto ends = lab::run_job(3, "rows", some, {.seconds = 10 * lab::kJobSeconds});
-  lab::expect_success(ends, "with pauses");
+  for (const auto& [world, some] : of_world) {
+    const auto ends = lab::run_job(world, "rows", some, kLong);
+    lab::expect_success(ends, "world " + std::to_string(world));
+    for (const Ending& end : ends) EXPECT_EQ(end.said()["rows"], some.size()) << end.text();
+  }
+}
+
+// All of golden.json's runs of this world size.
+const lab::Scenario golden_rows("golden", [](const Json&) {
+  const ProcessGroup group = ProcessGroup::from_environment();
+  int runs = 0;
+  for (const Json& model : golden("adamw", "models")) {
+    if (model.at("world").get<int>() != group.size()) continue;
+    for (const lab::Case& c : lab::placements(lab::golden_case(model))) {
+      const std::string problem = lab::run_case(
+          group, c, [&](const lab::Tensors& got) { return lab::golden_difference(model, c, got); });
+      if (!problem.empty()) throw Error(lab::where(c) + ": " + problem);
+      ++runs;
+    }
+  }
+  lab::say({{"runs", runs}});
+});
+
+TEST(ProcessEquality, TrainingGivesTheSpecificationsBits) {
+  ZSHARD_NEED_GOLDEN();
+  std::set<int> worlds;
+  for (const Json& model : golden("adamw", "models")) worlds.insert(model.at("world").get<int>());
+  EXPECT_GE(worlds.size(), 3U);
+  int runs = 0;
+  for (const int world : worlds) {
+    const auto ends = lab::run_job(world, "golden", nullptr, kLong);
+    lab::expect_success(ends, "world " + std::to_string(world));
+    for (const Ending& end : ends) ASSERT_TRUE(end.said().is_object()) << end.text();
+    runs += ends[0].said()["runs"].get<int>();
+  }
+  EXPECT_GE(runs, 25 * (3 - lab::kFirstQueues));
+}
+
+// What each rank's forward passes saw, as a hash of every placement.
+const lab::Scenario watched("watched", [](const Json& a) {
+  const ProcessGroup group = ProcessGroup::from_environment();
+  std::vector<std::uint64_t> seen;
+  for (const lab::Case& c : lab::placements(lab::watched_case(a["model"], group.size()))) {
+    seen.push_back(lab::Loop(c, group).run().forward_hash);
+  }
+  lab::say({{"seen", seen}});
+});
+
+TEST(ProcessEquality, ForwardPassesSeeWhatThoseOfThreadsSee) {
+  for (int model = 0; model < (lab::kSanitized ? 1 : 3); ++model) {
+    const int world = model + 2;
+    const lab::Case c = lab::watched_case(model, world);
+    std::vector<std::uint64_t> expected(static_cast<std::size_t>(world));
+    run_ranks(world, [&](const ProcessGroup& group) {
+      expected[static_cast<std::size_t>(group.rank())] = lab::Loop(c, group).run().forward_hash;
+    });
+    const auto ends = lab::run_job(world, "watched", {{"model", model}}, kLong);
+    lab::expect_success(ends, "model " + std::to_string(model));
+    for (std::size_t r = 0; r < ends.size(); ++r) {
+      ASSERT_TRUE(ends[r].said().is_object()) << ends[r].text();
+      const auto seen = ends[r].said()["seen"].get<std::vector<std::uint64_t>>();
+      EXPECT_EQ(seen, std::vector(lab::placements(c).size(), expected[r]))
+          << "model " << model << ", rank " << r;
+    }
+  }
 }
 
 TEST(ProcessEquality, OneBitChangesADigest) {

@@ -2,9 +2,11 @@
 // error that names the rank and what it waited for.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <xxhash.h>
 
+#include <array>
 #include <cmath>
 #include <ctime>
 #include <filesystem>
@@ -122,17 +124,18 @@ struct Fault {
   std::string type = "CommError";
 };
 
-std::vector<Fault> faults() {
-  const std::vector<std::string> gone = {"cannot complete: rank 1 is gone (its process",
+std::vector<Fault> faults(std::size_t victim) {
+  const std::string rank = "rank " + std::to_string(victim);
+  const std::vector<std::string> gone = {"cannot complete: " + rank + " is gone (its process",
                                          "has ended)", "of unit u", "micro-step"};
-  const std::vector<std::string> left = {"cannot complete: rank 1", "of unit u",
+  const std::vector<std::string> left = {"cannot complete: " + rank, "of unit u",
                                          "in micro-step 0 of 2, range 3"};
   return {
       {"exception",
        "other",
        1,
        0,
-       {"rank 1: a backward guard of unit u1 was left by an exception", "step 2, micro-step 1"}},
+       {rank + ": a backward guard of unit u1 was left by an exception", "step 2, micro-step 1"}},
       {"exception between steps", "other", 1, 0, left},
       {"return between steps", "", 0, 0, left},
       {"_exit 0", "", 0, 0, gone},
@@ -145,46 +148,49 @@ std::vector<Fault> faults() {
        "CommError",
        1,
        0,
-       {"ranks issued different collectives", "rank 1: ", "of unit u", "range 3"}},
+       {"ranks issued different collectives", rank + ": ", "of unit u", "range 3"}},
       {"more micro-steps",
        "CommError",
        1,
        0,
-       {"ranks issued different collectives", "rank 1: ", "micro-step 0 of 3", "micro-step 0 of 2",
+       {"ranks issued different collectives", rank + ": ", "micro-step 0 of 3", "micro-step 0 of 2",
         "of unit u"}},
       {"other shapes",
        "UsageError",
        1,
        0,
-       {"ranks made different engines: rank 0 has", "rank 1 has"},
+       {"ranks made different engines: rank 0 has", victim == 0 ? "rank 1 has" : rank + " has"},
        "UsageError"},
   };
 }
 
 TEST(ProcessFaults, EverySurvivorEndsInTimeAndNamesRankOperationAndUnit) {
-  for (const Fault& f : faults()) {
-    for (const int stage : lab::kSanitized ? std::vector<int>{3} : std::vector<int>{0, 1, 3}) {
-      for (const bool inline_queues : {false, true}) {
-        if (lab::kSanitized && inline_queues) continue;
-        const std::string what =
-            f.kind + ", stage " + std::to_string(stage) + (inline_queues ? ", inline" : "");
-        Children children(lab::kJobSeconds);
-        lab::start_job(
-            children, kWorld, "fault",
-            {{"kind", f.kind}, {"victim", 1}, {"stage", stage}, {"inline", inline_queues}});
-        const auto ends = children.wait();
-        const std::int64_t start = children.page().at[1].load();
-        for (std::size_t r = 0; r < ends.size(); ++r) {
-          if (r == 1) continue;
-          expect_error(ends[r], f.type, f.survivors, what + ", rank " + std::to_string(r));
-          if (start != 0) {
-            EXPECT_LT(static_cast<double>(ends[r].time - start) * 1e-9, kNoticed) << what;
-            EXPECT_EQ(ends[r].said()["state_step"], 2) << what;
+  for (const std::size_t victim : {0, 1, 2}) {
+    for (const Fault& f : faults(victim)) {
+      for (const int stage : lab::kSanitized ? std::vector<int>{3} : std::vector<int>{0, 1, 3}) {
+        for (const bool inline_queues : {false, true}) {
+          if (lab::kSanitized && inline_queues) continue;
+          const std::string what = f.kind + " of rank " + std::to_string(victim) + ", stage " +
+                                   std::to_string(stage) + (inline_queues ? ", inline" : "");
+          Children children(lab::kJobSeconds);
+          lab::start_job(
+              children, kWorld, "fault",
+              {{"kind", f.kind}, {"victim", victim}, {"stage", stage}, {"inline", inline_queues}});
+          const auto ends = children.wait();
+          const std::int64_t start = children.page().at[victim].load();
+          for (std::size_t r = 0; r < ends.size(); ++r) {
+            if (r == victim) continue;
+            expect_error(ends[r], f.type, f.survivors, what + ", rank " + std::to_string(r));
+            if (start != 0) {
+              EXPECT_LT(static_cast<double>(ends[r].time - start) * 1e-9, kNoticed) << what;
+              EXPECT_EQ(ends[r].said()["state_step"], 2) << what;
+            }
           }
+          const Ending& end = ends[victim];
+          EXPECT_EQ(end.code(), f.code) << what << ": " << end.text();
+          EXPECT_EQ(end.signal(), f.signal) << what << ": " << end.text();
+          if (!f.victim_type.empty()) expect_error(end, f.victim_type, {}, what);
         }
-        EXPECT_EQ(ends[1].code(), f.code) << what << ": " << ends[1].text();
-        EXPECT_EQ(ends[1].signal(), f.signal) << what << ": " << ends[1].text();
-        if (!f.victim_type.empty()) expect_error(ends[1], f.victim_type, {}, what);
       }
     }
   }
@@ -281,6 +287,13 @@ TEST(ProcessFaults, ANanOnOneRankSkipsTheStepOnAllAndTrainingGoesOn) {
 
 const lab::Scenario endless("endless", [](const Json& a) {
   const ProcessGroup group = ProcessGroup::from_environment();
+  if (a.value("anew", false)) {  // most of the time an engine is being made or destroyed
+    Children::inherited_page().ready.fetch_add(1);
+    while (true) {
+      Engine engine(small_model(), AdamW{}, group, options_of(a));
+      train_step(engine);
+    }
+  }
   Engine engine(small_model(), AdamW{}, group, options_of(a));
   Children::inherited_page().ready.fetch_add(1);
   while (true) {
@@ -323,9 +336,12 @@ TEST(ProcessFaults, AKillAtAnyMomentLeavesErrorsOnTheSurvivorsAndNothingElse) {
     Children children(lab::kJobSeconds);
     lab::JobOptions options;
     for (int r = 0; r < kWorld; ++r) options.of_rank[r] = {{"TMPDIR", pattern}};
-    lab::start_job(
-        children, kWorld, "endless",
-        {{"stage", stage}, {"inline", turn % 3 == 0}, {"delay", turn % 5 == 0 ? 200 : 0}}, options);
+    lab::start_job(children, kWorld, "endless",
+                   {{"stage", stage},
+                    {"inline", turn % 3 == 0},
+                    {"delay", turn % 5 == 0 ? 200 : 0},
+                    {"anew", turn % 10 == 3 || turn % 10 == 6}},
+                   options);
     const bool starting = turn % 10 == 9;  // while the ranks still meet
     if (!starting) {
       ASSERT_TRUE(children.wait_ready(kWorld)) << what << children.wait(0).text();
@@ -530,6 +546,7 @@ class Limit {
   Limit(const std::string& what, std::int64_t more) {
     if (what == "AS") set(RLIMIT_AS, status_kib("VmSize") * 1024 + more);
     if (what == "FSIZE") set(RLIMIT_FSIZE, more);
+    if (what == "NPROC") set(RLIMIT_NPROC, more);
     if (what == "NOFILE") {
       // What the process inherited has holes, and a new descriptor takes the lowest free number:
       // without filling them the limit allows more than 'more'.
@@ -556,9 +573,18 @@ class Limit {
   rlimit old_{};
 };
 
+/// Root has no limit of threads.
+void become_nobody() {
+  if (setresgid(65534, 65534, 65534) != 0 || setresuid(65534, 65534, 65534) != 0 ||
+      prctl(PR_SET_DUMPABLE, 1) != 0) {  // which a sanitizer needs
+    throw Error("cannot become another user");
+  }
+}
+
 const lab::Scenario limited("limited", [](const Json& a) {
   const std::string what = a["limit"];
   const std::int64_t more = a["more"];
+  if (what == "NPROC") become_nobody();
   ModelSpec spec;
   for (int u = 0; u < 4; ++u) {
     spec.unit("u" + std::to_string(u)).parameter("w" + std::to_string(u), {500'000});
@@ -609,11 +635,13 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
        {kMiB / 4, 2 * kMiB, 8 * kMiB, 20 * kMiB, 40 * kMiB, 60 * kMiB, 80 * kMiB, 100 * kMiB,
         120 * kMiB, 160 * kMiB, 4096 * kMiB},
        "ulimit -v"},
+      {"NPROC", "engine", {1}, "ulimit -u"},
   };
   int refused = 0;
   int served = 0;
   for (const Case& c : cases) {
-    if (lab::kSanitized && c.limit == "AS") continue;  // a sanitizer reserves terabytes
+    if (c.limit == "NPROC" && getuid() != 0) continue;  // it takes root to become another user
+    if (lab::kSanitized && c.limit == "AS") continue;   // a sanitizer reserves terabytes
 #ifdef __SANITIZE_ADDRESS__
     if (c.limit == "NOFILE") continue;  // its check of virtual calls needs descriptors
 #endif
@@ -661,6 +689,84 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
   }
   EXPECT_GE(refused, lab::kSanitized ? 8 : 30);
   EXPECT_GT(served, 0);
+  std::cout << refused << " limits refused, " << served << " were enough\n";
+}
+
+// Ranks as threads of one process, whose memory or threads end while their engine is made.
+const lab::Scenario limited_threads("limited threads", [](const Json& a) {
+  const std::string what = a["limit"];
+  if (what == "NPROC") become_nobody();
+  ModelSpec spec;
+  spec.unit("u").parameter("w", {2'000'000});
+  std::array<Outcome, 2> ends;
+  run_ranks(2, [&](const ProcessGroup& group) {
+    std::unique_ptr<Limit> limit;
+    group.barrier();
+    if (group.rank() == 0) limit = std::make_unique<Limit>(what, a["more"].get<std::int64_t>());
+    group.barrier();
+    ends[static_cast<std::size_t>(group.rank())] = outcome([&] {
+      Engine engine(spec, AdamW{}, group, options_of(a));
+      group.barrier();
+      limit.reset();
+      group.barrier();
+      train_step(engine);
+    });
+    group.barrier();
+    limit.reset();
+    group.barrier();
+    // The group outlives an engine that could not be made.
+    Engine engine(small_model(), AdamW{}, group, options_of(a));
+    train_step(engine);
+  });
+  say({{"rank 0", lab::to_json(ends[0])}, {"rank 1", lab::to_json(ends[1])}});
+});
+
+TEST(ProcessFaults, ALimitOfMemoryOrThreadsIsAnErrorOnEveryThreadRankThatSaysWhatToRaise) {
+  struct Case {
+    std::string limit;
+    std::vector<std::int64_t> more;
+    std::string remedy;
+  };
+  constexpr std::int64_t kMiB = 1 << 20;
+  std::vector<Case> cases;
+  if (getuid() == 0) cases.push_back({"NPROC", {1}, "ulimit -u"});
+  if (!lab::kSanitized) {  // a sanitizer reserves terabytes
+    cases.push_back({"AS",
+                     {kMiB / 4, 2 * kMiB, 6 * kMiB, 10 * kMiB, 20 * kMiB, 30 * kMiB, 40 * kMiB,
+                      60 * kMiB, 100 * kMiB, 160 * kMiB, 240 * kMiB, 4096 * kMiB},
+                     "ulimit -v"});
+  }
+  int refused = 0;
+  int served = 0;
+  for (const Case& c : cases) {
+    for (const std::int64_t more : c.more) {
+      for (const int stage : {0, 3}) {
+        const std::string what =
+            c.limit + " + " + std::to_string(more) + ", stage " + std::to_string(stage);
+        Children children(lab::kJobSeconds);
+        children.start(lab::command_of("limited threads",
+                                       {{"limit", c.limit}, {"more", more}, {"stage", stage}}),
+                       {});
+        const Ending& end = children.wait(0);
+        ASSERT_EQ(end.code(), 0) << what << ": " << end.text();
+        const Json said = end.said();
+        if (said["rank 0"]["type"] == "nothing" && said["rank 1"]["type"] == "nothing") {
+          ++served;
+          continue;
+        }
+        ++refused;
+        for (const char* rank : {"rank 0", "rank 1"}) {
+          EXPECT_EQ(said[rank]["type"], "OutOfMemory") << what << ": " << end.text();
+          EXPECT_NE(said[rank]["text"].get<std::string>().find(c.remedy), std::string::npos)
+              << what << ": " << end.text();
+        }
+      }
+    }
+  }
+  EXPECT_GE(refused, lab::kSanitized ? (getuid() == 0 ? 2 : 0) : 6);
+  if (!lab::kSanitized) {
+    EXPECT_GT(served, 0);
+  }
   std::cout << refused << " limits refused, " << served << " were enough\n";
 }
 

@@ -169,6 +169,55 @@ TEST(Launcher, NonsenseIsAUsageErrorThatNamesTheVariableAndPeersHearWithinTheDea
   }
 }
 
+TEST(Launcher, VariablesOfTwoLaunchersMayBeNestedButNotContradictEachOther) {
+  // RANK and WORLD_SIZE that somebody exported, under each real launcher: every rank of it would
+  // train alone, or all would be rank 0.
+  for (std::size_t f = 1; f < kFamilies.size(); ++f) {
+    const Family& family = kFamilies[f];
+    for (const int world : {1, 3}) {
+      auto ranks = job_of(family, 3);
+      for (Variables& v : ranks) {
+        v["RANK"] = "0";
+        v["WORLD_SIZE"] = std::to_string(world);
+        v["MASTER_PORT"] = "1";
+      }
+      const std::string what = family.name + " under an exported world of " + std::to_string(world);
+      const std::int64_t start = lab::now();
+      // Where the two agree the rank cannot know.
+      const std::vector<Variables> wrong(ranks.begin() + (world == 1 ? 0 : 1), ranks.end());
+      for (const Ending& end : meet(wrong)) {
+        expect_error(end, "UsageError",
+                     {"RANK=0 of WORLD_SIZE=" + std::to_string(world), " of " + family.world + "=3",
+                      "unset"},
+                     what);
+        EXPECT_LT(static_cast<double>(end.time - start) * 1e-9, kSlack) << what;
+      }
+    }
+    // A launcher that gives both, as torchrun-like wrappers do.
+    auto ranks = job_of(family, 3);
+    const auto same = job_of(kFamilies[0], 3);
+    for (std::size_t r = 0; r < 3; ++r) ranks[r].insert(same[r].begin(), same[r].end());
+    expect_met(meet(ranks), family.name + " and the same in torchrun's names");
+    // torchrun in each task of an outer launcher: that one's numbers are not this job's.
+    for (const int outer : {1, 5}) {
+      ranks = job_of(kFamilies[0], 3);
+      for (Variables& v : ranks) {
+        v[family.rank] = std::to_string(outer - 1);
+        v[family.world] = std::to_string(outer);
+      }
+      expect_met(meet(ranks), "torchrun inside " + family.name);
+    }
+  }
+  // mpirun in a step of Slurm.
+  auto ranks = job_of(kFamilies[1], 3);
+  for (Variables& v : ranks) {
+    v["SLURM_PROCID"] = "1";
+    v["SLURM_STEP_NUM_TASKS"] = "2";
+    v["SLURM_JOB_ID"] = "7";
+  }
+  expect_met(meet(ranks), "mpirun inside Slurm");
+}
+
 /// Every rank ended with a CommError that has the parts, within the deadline.
 void expect_refused(const std::vector<Ending>& ends, std::int64_t start,
                     const std::vector<std::string>& parts, const std::string& what,

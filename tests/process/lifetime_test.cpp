@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <array>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "runtime/memory/arena.hpp"
 #include "tests/process/scenario.hpp"
@@ -185,13 +187,26 @@ const lab::Scenario forking("fork", [](const Json& a) {
   lab::say({{"child", fork_inside(group, a["stage"], a["inline"])}});
 });
 
+const lab::Scenario forking_threads("fork of threads", [](const Json& a) {
+  std::array<int, 2> codes{-1, -1};
+  run_ranks(2, [&](const ProcessGroup& group) {
+    codes[static_cast<std::size_t>(group.rank())] = fork_inside(group, a["stage"], a["inline"]);
+  });
+  lab::say({{"child", codes[0] != 0 ? codes[0] : codes[1]}});
+});
+
 TEST(Lifetime, AForkedChildGetsUsageErrorsAndItsParentTrainsOn) {
   for (const int stage : {0, 3}) {
     for (const bool inline_queues : {false, true}) {
 #ifdef __SANITIZE_THREAD__
       if (!inline_queues) continue;  // it ends a child of threads that starts one
 #endif
-      const auto ends = run_job(2, "fork", {{"stage", stage}, {"inline", inline_queues}});
+      const Json how = {{"stage", stage}, {"inline", inline_queues}};
+      auto ends = run_job(2, "fork", how);
+#ifndef __SANITIZE_THREAD__
+      const auto of_threads = run_job(1, "fork of threads", how);
+      ends.insert(ends.end(), of_threads.begin(), of_threads.end());
+#endif
       lab::expect_success(ends, "stage " + std::to_string(stage));
       for (const Ending& end : ends) EXPECT_EQ(end.said()["child"], 0) << end.text();
     }
@@ -222,6 +237,16 @@ const lab::Scenario side_by_side("side by side", [](const Json&) {
       one.step();
     }
     if (contents(one) != a || contents(two) != b) throw Error("engines disturb each other");
+  }
+  {
+    Engine one(small_model(3), AdamW{}, group, at_stage(2));
+    Engine two(small_model(2), AdamW{}, group, at_stage(3));
+    std::thread beside([&] {
+      for (int i = 0; i < 4; ++i) train_step(two, 2);
+    });
+    for (int i = 0; i < 4; ++i) train_step(one, 2);
+    beside.join();
+    if (contents(one) != a || contents(two) != b) throw Error("engines of two threads differ");
   }
   // A guard and a range that outlive their engine only throw.
   auto engine = std::make_unique<Engine>(small_model(), AdamW{}, group, at_stage(3));

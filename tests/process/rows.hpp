@@ -1,8 +1,9 @@
-// A row of the covering array on a group that is already there.
+// Cases, and rows of the covering array, on a group that is already there.
 #pragma once
 
 #include <xxhash.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,11 +28,10 @@ inline std::uint64_t digest(const Tensors& t) {
   return hash;
 }
 
-/// Trains the case on this rank. "" if all ranks ended with the same bits and, as rank 0 sees, with
-/// those of the oracle.
-inline std::string run_row(const ProcessGroup& group, const std::vector<int>& row,
-                           std::uint64_t seed) {
-  const Case c = make_case(row, seed);
+/// Trains the case on this rank. "" if all ranks ended with the same bits, and rank 0 finds nothing
+/// wrong with them.
+inline std::string run_case(const ProcessGroup& group, const Case& c,
+                            const std::function<std::string(const Tensors&)>& problem_of) {
   if (c.world != group.size()) return "a case of another world size";
   Tensors got = Loop(c, group).run();
   got.forward_hash = 0;
@@ -39,7 +39,7 @@ inline std::string run_row(const ProcessGroup& group, const std::vector<int>& ro
   std::vector<std::uint64_t> all(static_cast<std::size_t>(group.size()));
   group.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   if (group.rank() == 0) {
-    std::string problem = difference(oracle(c), got);
+    std::string problem = problem_of(got);
     if (!problem.empty()) return problem;
   }
   for (std::size_t r = 1; r < all.size(); ++r) {
@@ -48,6 +48,13 @@ inline std::string run_row(const ProcessGroup& group, const std::vector<int>& ro
     }
   }
   return "";
+}
+
+/// Trains a row's case on this rank and compares with the oracle.
+inline std::string run_row(const ProcessGroup& group, const std::vector<int>& row,
+                           std::uint64_t seed) {
+  const Case c = make_case(row, seed);
+  return run_case(group, c, [&](const Tensors& got) { return difference(oracle(c), got); });
 }
 
 }  // namespace zshard::lab

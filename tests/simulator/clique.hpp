@@ -1,94 +1,103 @@
-// The ranks of a communicator and what passes between them: collectives, which meet by their
-// number, and sends and receives, which meet by their number between two ranks. Host threads match
-// them as they are issued; workers of streams see what was matched and move data.
+// The ranks of a communicator, threads of this process or of others on this machine, and what
+// passes between them: collectives, which meet by their number, and sends and receives, which meet
+// by their number between two ranks. Workers of streams meet in memory that all map
+// (clique_block.hpp) and take no lock; host threads join and watch for processes that end.
 #pragma once
 
 #include <nccl.h>
+#include <sys/types.h>
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "tests/simulator/futex.hpp"
+#include "tests/simulator/clique_block.hpp"
 
 namespace simulator {
 
-class Communicator;
+enum class Collective : std::uint8_t { all_gather, reduce_scatter, all_reduce, broadcast };
 
 struct Signature {
-  const char* call = nullptr;  // "ncclAllGather"
+  Collective collective = Collective::all_gather;
   std::size_t count = 0;
   ncclDataType_t type = ncclInt8;
   ncclRedOp_t op = ncclSum;
   int root = 0;
-  bool operator==(const Signature& other) const;
+  /// All but the count.
+  [[nodiscard]] std::uint64_t packed() const;
+  static Signature unpacked(std::uint64_t packed, std::uint64_t count);
+  bool operator==(const Signature& other) const = default;
   [[nodiscard]] std::string text() const;
-};
-
-/// One collective.
-struct Round {
-  Signature signature;
-  int first_rank = 0;  // who issued it first
-  int issued = 0;
-  struct Part {
-    const void* send = nullptr;
-    void* received = nullptr;
-  };
-  std::vector<Part> parts;  // by rank; each is set before its rank arrives
-  static constexpr std::uint32_t kBroken = 1U << 31;
-  std::atomic<std::uint32_t> arrived{0};  // ranks whose streams came to it; kBroken: never full
-  std::atomic<std::uint32_t> read{0};     // ranks that need no peer's memory any more
-};
-
-/// One send and its receive.
-struct Pair {
-  enum : std::uint32_t { kSender = 1, kReceiver = 2, kTaken = 4, kDone = 8, kBroken = 16 };
-  std::size_t bytes[2] = {};  // of the send and of the receive
-  bool issued[2] = {};
-  const void* source = nullptr;
-  std::atomic<std::uint32_t> state{0};
 };
 
 class Clique {
  public:
-  Clique(std::string id, int world);
-  const std::string id;
-  const int world;
-  Bell bell;
+  /// A new one, whose id every rank joins by. Null if the system refuses.
+  static std::shared_ptr<Clique> make();
+  /// That of another process. Null, with the reason, if it is gone.
+  static std::shared_ptr<Clique> open(const std::string& id, std::string& why);
+  ~Clique();
+  Clique(const Clique&) = delete;
+  Clique& operator=(const Clique&) = delete;
 
-  /// A rank joins. Returns ncclSuccess, or why it cannot, in `why`.
-  ncclResult_t join(const std::shared_ptr<Communicator>& member, std::string& why);
-  [[nodiscard]] bool complete() const { return joined_.load(std::memory_order_acquire) == world; }
-  /// This rank's next collective. Tells all members if it does not fit.
-  std::shared_ptr<Round> issue(int rank, const Signature& signature, const void* send,
-                               void* received);
-  /// The next send (way 0) or receive (way 1) between two ranks.
-  std::shared_ptr<Pair> issue(int from, int to, int way, std::size_t bytes, const void* source);
-  /// Every member has the asynchronous error from now on; `by` another one than the rest.
-  void fail(ncclResult_t code, const std::string& why, const Communicator* by = nullptr,
-            ncclResult_t by_code = ncclSuccess);
+  [[nodiscard]] const std::string& id() const { return id_; }
+  [[nodiscard]] int world() const { return block_.world.load(std::memory_order_acquire); }
+  [[nodiscard]] CliqueBlock& block() const { return block_; }
+  [[nodiscard]] CliqueBlock::Member& member(int rank) const { return block_.members[rank]; }
+  [[nodiscard]] CliqueBlock::Channel& channel(int from, int to) const {
+    return block_.channels[from][to];
+  }
+  [[nodiscard]] SharedBell& bell() const { return block_.bell; }
+
+  /// A rank of this process joins. Returns ncclSuccess, or why it cannot, in `why`: then the others
+  /// hear of it too.
+  ncclResult_t join(int rank, int world, int device, std::string& why);
+  /// Once all have joined: whether they fit together, and their memory. ncclInProgress before.
+  ncclResult_t connect(int rank, std::string& why);
+  /// All ranks are connected.
+  [[nodiscard]] bool complete() const {
+    const int world = this->world();
+    return world != 0 && block_.connected.load(std::memory_order_acquire) == world;
+  }
+  /// Whether the process of any rank has ended without leaving.
+  bool dead();
+  /// The rank has destroyed its communicator: its process may end.
+  void leave(int rank) const { member(rank).left.store(1, std::memory_order_release); }
+
+  /// Every rank has the asynchronous error from now on, `by` another one than the rest; the first
+  /// failure counts.
+  void fail(ncclResult_t code, const std::string& why, int by = -1,
+            ncclResult_t by_code = ncclSuccess) const;
+  /// The error that the rank has by fail().
+  [[nodiscard]] ncclResult_t failure(int rank) const;
+  [[nodiscard]] std::string failure_text() const;
+
+  // -- for workers --
+
+  [[nodiscard]] bool remote(int rank) const {
+    return member(rank).pid.load(std::memory_order_relaxed) != pid_;
+  }
+  static void offer(OfferedMemory& place, const void* memory);
+  /// Where this process reads what `rank` has offered.
+  [[nodiscard]] const std::byte* reach_offer(int rank, const OfferedMemory& offered) const;
 
  private:
-  void fail_locked(ncclResult_t code, const std::string& why, const Communicator* by,
-                   ncclResult_t by_code);
-
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Communicator>> members_;
-  std::vector<int> devices_;
-  std::atomic<int> joined_{0};
-  std::map<std::uint64_t, std::shared_ptr<Round>> rounds_;
-  std::vector<std::uint64_t> next_round_;
-  struct Channel {
-    std::map<std::uint64_t, std::shared_ptr<Pair>> pairs;
-    std::uint64_t next[2] = {};
+  struct Peer {
+    int pidfd = -1;
+    const std::byte* memory = nullptr;  // its device's
   };
-  std::map<std::pair<int, int>, Channel> channels_;
+  Clique(std::string id, int descriptor, CliqueBlock& block);
+
+  const std::string id_;
+  const int descriptor_;
+  CliqueBlock& block_;
+  const pid_t pid_;
+  std::mutex mutex_;
+  bool connected_ = false;
+  std::vector<Peer> peers_;  // set by connect()
 };
 
 }  // namespace simulator

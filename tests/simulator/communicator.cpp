@@ -10,10 +10,6 @@ namespace simulator {
 
 namespace {
 
-bool is(const Signature& signature, const char* call) {
-  return std::strcmp(signature.call, call) == 0;
-}
-
 const std::byte* bytes_at(const void* memory) {
   return static_cast<const std::byte*>(reach(memory));
 }
@@ -35,14 +31,21 @@ std::uint64_t Lane::take() {
   return ticket;
 }
 
-Communicator::Communicator(std::shared_ptr<Clique> of, int of_rank, int on_device, bool is_blocking,
-                           std::shared_ptr<Lane> lane, const void* made_at)
+std::size_t Issued::bytes() const {
+  return signature.count * size_of(signature.type);
+}
+
+Communicator::Communicator(std::shared_ptr<Clique> of, int of_rank, int of_world, int on_device,
+                           bool is_blocking, std::shared_ptr<Lane> lane, const void* made_at)
     : clique(std::move(of)),
       rank(of_rank),
+      world(of_world),
       device(on_device),
       blocking(is_blocking),
       site(made_at),
-      lane_(std::move(lane)) {}
+      lane_(std::move(lane)) {
+  for (auto& numbers : pairs_) numbers.resize(static_cast<std::size_t>(world));
+}
 
 void Communicator::say(const std::string& why) {
   const std::lock_guard lock(mutex_);
@@ -50,6 +53,10 @@ void Communicator::say(const std::string& why) {
 }
 
 std::string Communicator::last_error() {
+  if (error_.load(std::memory_order_acquire) == ncclSuccess) {
+    const std::string text = clique->failure_text();
+    if (!text.empty()) return text;
+  }
   const std::lock_guard lock(mutex_);
   return last_error_;
 }
@@ -57,12 +64,35 @@ std::string Communicator::last_error() {
 void Communicator::set_error(ncclResult_t code, const std::string& why) {
   int none = ncclSuccess;
   if (error_.compare_exchange_strong(none, code, std::memory_order_acq_rel)) say(why);
-  clique->bell.ring();
+  clique->bell().ring();
+}
+
+void Communicator::advance() {
+  if (error() != ncclSuccess) return;
+  std::string why;
+  ncclResult_t result = ncclSuccess;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!connected_) result = clique->connect(rank, why);
+    connected_ = connected_ || result == ncclSuccess;
+  }
+  if (result != ncclSuccess && result != ncclInProgress) set_error(result, why);
+  if (!State::get().remote_errors.load(std::memory_order_relaxed)) return;
+  // NCCL sees that a connection was closed, not by whom.
+  if (clique->dead()) set_error(ncclRemoteError, "Connection closed by remote peer");
+}
+
+bool Communicator::has_remote() const {
+  for (int r = 0; r < world; ++r) {
+    if (clique->remote(r)) return true;
+  }
+  return false;
 }
 
 ncclResult_t Communicator::poll() {
+  advance();
   if (const ncclResult_t code = error(); code != ncclSuccess) return code;
-  if (!clique->complete()) return ncclInProgress;
+  if (!made()) return ncclInProgress;
   {
     const std::lock_guard lock(mutex_);
     if (!pending_.empty() && polls_ > 0) {
@@ -87,7 +117,7 @@ void Communicator::flush() {
 ncclResult_t Communicator::ready() {
   if (const ncclResult_t code = error(); code != ncclSuccess) return code;
   const bool unfinished = [&] {
-    if (!clique->complete()) return true;
+    if (!made()) return true;
     const std::lock_guard lock(mutex_);
     return !pending_.empty();
   }();
@@ -96,39 +126,30 @@ ncclResult_t Communicator::ready() {
   return ncclInvalidArgument;
 }
 
-ncclResult_t Communicator::issue(std::vector<Issued> calls) {
-  Launch made;
+ncclResult_t Communicator::issue(Launch calls) {
+  std::unique_lock lock(mutex_);
   for (Issued& call : calls) {
-    if (call.peer < 0) {
-      made.rounds.push_back(clique->issue(rank, call.signature, call.send, call.received));
-      made.signatures.push_back(call.signature);
-    } else {
-      const int from = call.way == 0 ? rank : call.peer;
-      const int to = call.way == 0 ? call.peer : rank;
-      made.pairs.emplace_back(
-          clique->issue(from, to, call.way, call.signature.count * size_of(call.signature.type),
-                        call.send),
-          call);
-    }
+    const auto way = static_cast<std::size_t>(call.way);
+    call.number =
+        call.peer < 0 ? collectives_++ : pairs_[way][static_cast<std::size_t>(call.peer)]++;
   }
-  made.calls = std::move(calls);
   if (blocking) {
-    launch(std::move(made));
+    lock.unlock();
+    launch(std::move(calls));
     return ncclSuccess;
   }
-  const std::lock_guard lock(mutex_);
   polls_ = static_cast<int>(++issued_ % 3);
-  pending_.push_back(std::move(made));
+  pending_.push_back(std::move(calls));
   return ncclInProgress;
 }
 
-void Communicator::launch(Launch made) {
+void Communicator::launch(Launch calls) {
   State& state = State::get();
-  const StreamPointer stream = made.calls.front().stream;
+  const StreamPointer stream = calls.front().stream;
   // One group on several streams: it starts after all of them, and all of them go on after it.
   std::vector<StreamPointer> others;
   std::vector<Touch> touches;
-  for (const Issued& call : made.calls) {
+  for (const Issued& call : calls) {
     touches.insert(touches.end(), call.touches.begin(), call.touches.end());
     if (call.stream != stream &&
         std::find(others.begin(), others.end(), call.stream) == others.end()) {
@@ -136,24 +157,21 @@ void Communicator::launch(Launch made) {
     }
   }
   for (const StreamPointer& other : others) state.wait(stream, state.mark(other));
-  const bool serial = state.serial_collectives.load();
   std::uint64_t position = 0;
   {
     const std::lock_guard lock(lane_->launching);
-    const std::uint64_t ticket = serial ? lane_->take() : 0;
+    const std::uint64_t ticket = lane_->take();
     position =
         state.submit(stream, touches,
-                     [self = shared_from_this(), ticket, serial,
-                      launch = std::make_shared<const Launch>(std::move(made))](bool faulted) {
+                     [self = shared_from_this(), ticket,
+                      made = std::make_shared<const Launch>(std::move(calls))](bool faulted) {
                        self->running_.fetch_add(1, std::memory_order_seq_cst);
-                       if (serial) {
-                         self->lane_->bell.wait_until(
-                             [&] { return self->lane_->turn(ticket) || self->stopped(); });
-                       }
-                       self->run(*launch, faulted);
-                       if (serial) self->lane_->finish(ticket);
+                       self->lane_->bell.wait_until(
+                           [&] { return self->lane_->turn(ticket) || self->stopped(); });
+                       self->run(*made, faulted);
+                       self->lane_->finish(ticket);
                        self->running_.fetch_sub(1, std::memory_order_seq_cst);
-                       self->clique->bell.ring();
+                       self->clique->bell().ring();
                      });
   }
   for (const StreamPointer& other : others) state.wait(other, state.mark(stream));
@@ -167,139 +185,234 @@ bool Communicator::stopped() const {
 }
 
 void Communicator::stall() {
-  clique->bell.wait_until([&] { return stopped(); });
+  clique->bell().wait_until([&] { return stopped(); });
 }
 
-void Communicator::run(const Launch& made, bool faulted) {
+void Communicator::run(const Launch& calls, bool faulted) {
   if (faulted || stopped()) return;
-  for (const Issued& call : made.calls) {
+  for (const Issued& call : calls) {
     if (!call.injected) continue;
     if (call.injected->how == How::fault) {
       const auto code = static_cast<ncclResult_t>(call.injected->code);
-      clique->fail(ncclRemoteError, "remote process exited or there was a network error", this,
+      clique->fail(ncclRemoteError, "remote process exited or there was a network error", rank,
                    code);
     }
     stall();
     return;
   }
-  for (std::size_t i = 0; i < made.rounds.size(); ++i) {
-    run_round(*made.rounds[i], made.signatures[i]);
+  for (const Issued& call : calls) {
+    if (call.peer < 0) run_collective(call);
   }
-  if (!made.pairs.empty()) run_pairs(made);
+  if (std::any_of(calls.begin(), calls.end(), [](const Issued& c) { return c.peer >= 0; })) {
+    run_pairs(calls);
+  }
 }
 
-void Communicator::run_round(Round& round, const Signature& signature) {
-  if (error() != ncclSuccess) return stall();
-  const auto world = static_cast<std::size_t>(clique->world);
-  const auto all = static_cast<std::uint32_t>(world);
-  round.arrived.fetch_add(1, std::memory_order_acq_rel);
-  clique->bell.ring();
+// -- collectives --
+
+bool Communicator::meet(const Issued& call) {
+  CliqueBlock& block = clique->block();
+  CliqueBlock::Member::Offer& offer =
+      clique->member(rank).offers[call.number % CliqueBlock::kRounds];
+  offer.operation.store(call.signature.packed(), std::memory_order_relaxed);
+  offer.count.store(call.signature.count, std::memory_order_relaxed);
+  Clique::offer(offer.send, call.send);
+  const std::uint64_t full = (call.number + 1) * static_cast<std::uint64_t>(world);
+  std::uint64_t seen = block.arrived.load(std::memory_order_relaxed);
+  do {
+    if ((seen & CliqueBlock::kBroken) != 0) return false;
+  } while (!block.arrived.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel));
+  clique->bell().ring();
   bool broken = false;
-  clique->bell.wait_until([&] {
-    std::uint32_t seen = round.arrived.load(std::memory_order_acquire);
-    broken = (seen & Round::kBroken) != 0;
-    if (broken || seen == all) return true;
+  clique->bell().wait_until([&] {
+    std::uint64_t now = block.arrived.load(std::memory_order_acquire);
+    if ((now & ~CliqueBlock::kBroken) >= full) return true;
+    broken = (now & CliqueBlock::kBroken) != 0;
     // Breaks it for all unless it has just become full: nobody waits for a rank that left.
-    if (!stopped()) return false;
-    broken = round.arrived.compare_exchange_strong(seen, seen | Round::kBroken,
-                                                   std::memory_order_acq_rel);
+    if (!broken && stopped()) {
+      broken = block.arrived.compare_exchange_strong(now, now | CliqueBlock::kBroken,
+                                                     std::memory_order_acq_rel);
+    }
     return broken;
   });
-  if (broken) return stall();
+  if (broken) return false;
+  // All see the same calls, so all know that they differ.
+  Signature first;
+  for (int r = 0; r < world; ++r) {
+    const auto& theirs = clique->member(r).offers[call.number % CliqueBlock::kRounds];
+    const Signature made = Signature::unpacked(theirs.operation.load(std::memory_order_relaxed),
+                                               theirs.count.load(std::memory_order_relaxed));
+    if (r == 0) first = made;
+    if (made == first) continue;
+    clique->fail(ncclInvalidUsage, "collective " + std::to_string(call.number) + " is " +
+                                       first.text() + " on rank 0 and " + made.text() +
+                                       " on rank " + std::to_string(r));
+    return false;
+  }
+  return true;
+}
 
-  if (signature.count == 0) return;
+/// Returns when no peer reads this rank's memory any more.
+void Communicator::finish_reading(std::uint64_t number) {
+  clique->member(rank).read.store(number + 1, std::memory_order_release);
+  clique->bell().ring();
+  clique->bell().wait_until([&] {
+    for (int r = 0; r < world; ++r) {
+      if (clique->member(r).read.load(std::memory_order_acquire) > number) continue;
+      // Another process may be stopped or dead, and reads a mapping of its own.
+      if (!clique->remote(r) || !stopped()) return false;
+    }
+    return true;
+  });
+}
+
+void Communicator::run_collective(const Issued& call) {
+  if (error() != ncclSuccess || !meet(call)) return stall();
+  const Signature& signature = call.signature;
+  const auto ranks = static_cast<std::size_t>(world);
   // All are here. Peers' memory is read first, and written when everybody has read: so operations
   // in place need no special care, and nobody's buffer changes under a peer.
-  const Round::Part& mine = round.parts[static_cast<std::size_t>(rank)];
-  const std::size_t bytes = signature.count * size_of(signature.type);
+  const std::size_t bytes = call.bytes();
   const auto place = static_cast<std::size_t>(rank);
   std::vector<const std::byte*> sources;
-  for (const Round::Part& part : round.parts) sources.push_back(bytes_at(part.send));
-  std::vector<std::byte> result;
-  if (is(signature, "ncclAllGather")) {
-    result.resize(bytes * world);
-    for (std::size_t r = 0; r < world; ++r) {
-      std::memcpy(result.data() + r * bytes, sources[r], bytes);
-    }
-  } else if (is(signature, "ncclBroadcast")) {
-    const std::byte* root = sources[static_cast<std::size_t>(signature.root)];
-    result.assign(root, root + bytes);
-  } else if (is(signature, "ncclReduceScatter")) {
-    result.resize(bytes);
-    for (const std::byte*& source : sources) source += place * bytes;
-    reduce(sources, place + 1, result.data(), signature.count, signature.type, signature.op);
-  } else {  // all-reduce: pieces begin at different ranks of the ring
-    result.resize(bytes);
-    const std::size_t size = size_of(signature.type);
-    for (std::size_t r = 0; r < world; ++r) {
-      const std::size_t from = signature.count * r / world;
-      const std::size_t to = signature.count * (r + 1) / world;
-      std::vector<const std::byte*> pieces;
-      for (const std::byte* source : sources) pieces.push_back(source + from * size);
-      reduce(pieces, r + 1, result.data() + from * size, to - from, signature.type, signature.op);
-    }
+  for (int r = 0; r < world; ++r) {
+    sources.push_back(
+        clique->reach_offer(r, clique->member(r).offers[call.number % CliqueBlock::kRounds].send));
   }
-  round.read.fetch_add(1, std::memory_order_acq_rel);
-  clique->bell.ring();
-  clique->bell.wait_until([&] { return round.read.load(std::memory_order_acquire) == all; });
+  std::vector<std::byte> result;
+  switch (signature.collective) {
+    case Collective::all_gather:
+      result.resize(bytes * ranks);
+      for (std::size_t r = 0; r < ranks && bytes != 0; ++r) {
+        std::memcpy(result.data() + r * bytes, sources[r], bytes);
+      }
+      break;
+    case Collective::broadcast:
+      if (bytes != 0) {
+        const std::byte* root = sources[static_cast<std::size_t>(signature.root)];
+        result.assign(root, root + bytes);
+      }
+      break;
+    case Collective::reduce_scatter:
+      result.resize(bytes);
+      for (const std::byte*& source : sources) source += place * bytes;
+      reduce(sources, place + 1, result.data(), signature.count, signature.type, signature.op);
+      break;
+    case Collective::all_reduce:  // pieces begin at different ranks of the ring
+      result.resize(bytes);
+      for (std::size_t r = 0; r < ranks; ++r) {
+        const std::size_t size = size_of(signature.type);
+        const std::size_t from = signature.count * r / ranks;
+        const std::size_t to = signature.count * (r + 1) / ranks;
+        std::vector<const std::byte*> pieces;
+        for (const std::byte* source : sources) pieces.push_back(source + from * size);
+        reduce(pieces, r + 1, result.data() + from * size, to - from, signature.type, signature.op);
+      }
+      break;
+  }
+  finish_reading(call.number);
+  if (result.empty()) return;
 
-  auto* out = static_cast<std::byte*>(reach(mine.received));
-  if (is(signature, "ncclAllGather")) {
-    for (std::size_t r = 0; r < world; ++r) {
+  auto* out = static_cast<std::byte*>(reach(call.received));
+  const std::byte* own = bytes_at(call.send);
+  if (signature.collective == Collective::all_gather) {
+    for (std::size_t r = 0; r < ranks; ++r) {
       // In place the own piece is not written: other streams may read it meanwhile.
-      if (out + r * bytes == bytes_at(mine.send)) continue;
+      if (out + r * bytes == own) continue;
       std::memcpy(out + r * bytes, result.data() + r * bytes, bytes);
     }
-  } else if (!is(signature, "ncclBroadcast") || out != bytes_at(mine.send) ||
+  } else if (signature.collective != Collective::broadcast || out != own ||
              signature.root != rank) {
     std::memcpy(out, result.data(), result.size());
   }
 }
 
-void Communicator::run_pairs(const Launch& made) {
-  if (error() != ncclSuccess) return stall();
-  for (const auto& [pair, call] : made.pairs) {
-    pair->state.fetch_or(call.way == 0 ? Pair::kSender : Pair::kReceiver,
-                         std::memory_order_acq_rel);
+// -- sends and receives --
+
+Communicator::Progress Communicator::send(const Issued& call, std::uint64_t& posted) {
+  CliqueBlock::Channel& channel = clique->channel(rank, call.peer);
+  std::uint64_t taken = channel.taken.load(std::memory_order_acquire);
+  const std::uint64_t count = (taken & ~CliqueBlock::Channel::kBroken) / 2;
+  if (count > call.number) return Progress::ended;
+  if ((taken & CliqueBlock::Channel::kBroken) != 0) return Progress::broken;
+  if (stopped()) {
+    // While a thread of this process reads the memory it must stay; another process has a mapping
+    // of its own, and may be stopped or dead.
+    const bool reads = taken == 2 * call.number + 1;
+    if (reads && !clique->remote(call.peer)) return Progress::waits;
+    const bool broken = channel.taken.compare_exchange_strong(
+        taken, taken | CliqueBlock::Channel::kBroken, std::memory_order_acq_rel);
+    return broken ? Progress::broken : Progress::waits;
   }
-  clique->bell.ring();
-  std::vector<bool> ended(made.pairs.size());
+  if (posted == call.number && call.number < count + CliqueBlock::kSends) {
+    auto& place = channel.sends[call.number % CliqueBlock::kSends];
+    place.bytes.store(call.bytes(), std::memory_order_relaxed);
+    Clique::offer(place.source, call.send);
+    posted = call.number + 1;
+    channel.posted.store(posted, std::memory_order_release);
+    clique->bell().ring();
+  }
+  return Progress::waits;
+}
+
+Communicator::Progress Communicator::receive(const Issued& call) {
+  CliqueBlock::Channel& channel = clique->channel(call.peer, rank);
+  std::uint64_t taken = channel.taken.load(std::memory_order_acquire);
+  if ((taken & CliqueBlock::Channel::kBroken) != 0) return Progress::broken;
+  if (taken != 2 * call.number) return Progress::waits;  // for an earlier one
+  if (channel.posted.load(std::memory_order_acquire) <= call.number) {
+    if (!stopped()) return Progress::waits;
+    channel.taken.fetch_or(CliqueBlock::Channel::kBroken, std::memory_order_acq_rel);
+    clique->bell().ring();
+    return Progress::broken;
+  }
+  const auto& place = channel.sends[call.number % CliqueBlock::kSends];
+  const std::uint64_t sent = place.bytes.load(std::memory_order_relaxed);
+  if (sent != call.bytes()) {
+    channel.taken.fetch_or(CliqueBlock::Channel::kBroken, std::memory_order_acq_rel);
+    clique->fail(ncclInvalidUsage, "rank " + std::to_string(call.peer) + " sends " +
+                                       std::to_string(sent) + " bytes and rank " +
+                                       std::to_string(rank) + " receives " +
+                                       std::to_string(call.bytes()));
+    return Progress::broken;
+  }
+  if (!channel.taken.compare_exchange_strong(taken, taken + 1, std::memory_order_acq_rel)) {
+    return Progress::broken;  // the sender stops
+  }
+  if (sent != 0) {
+    std::memcpy(reach(call.received), clique->reach_offer(call.peer, place.source), sent);
+  }
+  channel.taken.fetch_add(1, std::memory_order_acq_rel);
+  clique->bell().ring();
+  return Progress::ended;
+}
+
+void Communicator::run_pairs(const Launch& calls) {
+  if (error() != ncclSuccess) return stall();
+  std::vector<bool> ended(calls.size());
+  // What this rank has posted, by receiver: of all launches, since they run one after the other.
+  std::vector<std::uint64_t> posted;
+  for (int r = 0; r < world; ++r) {
+    posted.push_back(clique->channel(rank, r).posted.load(std::memory_order_relaxed));
+  }
   bool broken = false;
-  clique->bell.wait_until([&] {
-    const bool stop = stopped();
+  clique->bell().wait_until([&] {
     bool all = true;
-    for (std::size_t i = 0; i < made.pairs.size(); ++i) {
-      if (ended[i]) continue;
-      Pair& pair = *made.pairs[i].first;
-      const Issued& call = made.pairs[i].second;
-      std::uint32_t seen = pair.state.load(std::memory_order_acquire);
-      if ((seen & Pair::kBroken) != 0) {
-        broken = true;
-        ended[i] = true;
-      } else if ((seen & Pair::kDone) != 0) {
-        ended[i] = true;
-      } else if (call.way == 1 && seen == (Pair::kSender | Pair::kReceiver) &&
-                 pair.state.compare_exchange_strong(seen, seen | Pair::kTaken,
-                                                    std::memory_order_acq_rel)) {
-        if (pair.bytes[0] > 0) {
-          std::memcpy(reach(call.received), bytes_at(pair.source), pair.bytes[0]);
-        }
-        pair.state.fetch_or(Pair::kDone, std::memory_order_acq_rel);
-        clique->bell.ring();
-        ended[i] = true;
-      } else if (stop && (seen & Pair::kTaken) == 0 &&
-                 pair.state.compare_exchange_strong(seen, seen | Pair::kBroken,
-                                                    std::memory_order_acq_rel)) {
-        broken = true;
-        ended[i] = true;
-      } else {
-        all = false;
-      }
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+      const Issued& call = calls[i];
+      if (ended[i] || call.peer < 0) continue;
+      const Progress now =
+          call.way == 0 ? send(call, posted[static_cast<std::size_t>(call.peer)]) : receive(call);
+      ended[i] = now != Progress::waits;
+      broken = broken || now == Progress::broken;
+      all = all && ended[i];
     }
     return all;
   });
   if (broken) stall();
 }
+
+// -- endings --
 
 void Communicator::abort() {
   aborted_.store(true, std::memory_order_release);
@@ -307,8 +420,8 @@ void Communicator::abort() {
     const std::lock_guard lock(mutex_);
     pending_.clear();
   }
-  clique->bell.ring();
-  clique->bell.wait_until([&] { return running_.load(std::memory_order_seq_cst) == 0; });
+  clique->bell().ring();
+  clique->bell().wait_until([&] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
 
 bool Communicator::idle() {
@@ -319,7 +432,7 @@ bool Communicator::idle() {
 }
 
 void Communicator::wait_idle() {
-  clique->bell.wait_until([&] { return idle(); });
+  clique->bell().wait_until([&] { return idle(); });
 }
 
 }  // namespace simulator

@@ -40,39 +40,44 @@ class Lane {
 
 /// A call that was issued, in a group or alone.
 struct Issued {
-  Signature signature;
+  Signature signature;  // of a collective; of a send or receive the size
   const void* send = nullptr;
   void* received = nullptr;
-  int peer = -1;  // of a send or receive
-  int way = 0;    // 0 send, 1 receive
+  int peer = -1;             // of a send or receive
+  int way = 0;               // 0 send, 1 receive
+  std::uint64_t number = 0;  // of the collective, or of the send or receive between the two ranks
   StreamPointer stream;
   std::vector<Touch> touches;
   std::optional<Injected> injected;
+  [[nodiscard]] std::size_t bytes() const;
 };
 
 /// What one group issued on one communicator; one task.
-struct Launch {
-  std::vector<Issued> calls;
-  std::vector<std::shared_ptr<Round>> rounds;                   // of the collectives
-  std::vector<std::pair<std::shared_ptr<Pair>, Issued>> pairs;  // sends and receives
-  std::vector<Signature> signatures;                            // of the rounds
-};
+using Launch = std::vector<Issued>;
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  Communicator(std::shared_ptr<Clique> clique, int rank, int device, bool blocking,
+  Communicator(std::shared_ptr<Clique> clique, int rank, int world, int device, bool blocking,
                std::shared_ptr<Lane> lane, const void* site);
   const std::shared_ptr<Clique> clique;
   const int rank;
+  const int world;
   const int device;
   const bool blocking;
   const void* const site;
 
   /// The asynchronous error, the first one.
   [[nodiscard]] ncclResult_t error() const {
-    return static_cast<ncclResult_t>(error_.load(std::memory_order_acquire));
+    const int own = error_.load(std::memory_order_acquire);
+    return own != ncclSuccess ? static_cast<ncclResult_t>(own) : clique->failure(rank);
   }
   void set_error(ncclResult_t code, const std::string& why);
+  /// Takes the next step of making the communicator, if its peers are there.
+  void advance();
+  /// Whether all ranks have made it.
+  [[nodiscard]] bool made() const { return clique->complete(); }
+  /// Whether any peer is another process' rank.
+  [[nodiscard]] bool has_remote() const;
   /// As ncclCommGetAsyncError: launches what is pending at one of the first calls.
   ncclResult_t poll();
   /// Launches what is pending.
@@ -80,7 +85,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Whether calls may be issued now; if not, why.
   ncclResult_t ready();
   /// Issues what a group collected, now or at a later poll.
-  ncclResult_t issue(std::vector<Issued> calls);
+  ncclResult_t issue(Launch calls);
   /// Ends what runs, and what starts from now on at once.
   void abort();
   /// Whether all that was issued is complete on its streams.
@@ -92,10 +97,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void say(const std::string& why);
 
  private:
-  void launch(Launch launch);
-  void run(const Launch& launch, bool faulted);
-  void run_round(Round& round, const Signature& signature);
-  void run_pairs(const Launch& launch);
+  void launch(Launch calls);
+  void run(const Launch& calls, bool faulted);
+  void run_collective(const Issued& call);
+  /// Waits until all ranks came to it; false if that will not be.
+  bool meet(const Issued& call);
+  void finish_reading(std::uint64_t number);
+  void run_pairs(const Launch& calls);
+  enum class Progress { waits, ended, broken };
+  Progress send(const Issued& call, std::uint64_t& posted);
+  Progress receive(const Issued& call);
   /// Waits until the task has to end without result.
   void stall();
   [[nodiscard]] bool stopped() const;
@@ -107,6 +118,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::atomic<int> running_{0};
 
   std::mutex mutex_;
+  bool connected_ = false;
+  std::uint64_t collectives_ = 0;        // issued
+  std::vector<std::uint64_t> pairs_[2];  // issued sends, by receiver; receives, by sender
   std::vector<Launch> pending_;
   int polls_ = 0;  // so many more answer ncclInProgress
   std::uint64_t issued_ = 0;

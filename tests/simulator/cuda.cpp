@@ -241,7 +241,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (!simulator::device_exists(call.state(), device)) return call.end(cudaErrorInvalidDevice);
   *properties = cudaDeviceProp{};
   std::snprintf(properties->name, sizeof properties->name, "Simulated device");
-  properties->uuid.bytes[0] = static_cast<char>(device);
+  properties->uuid.bytes[0] = static_cast<char>(call.state().physical(device));
   properties->totalGlobalMem = static_cast<std::size_t>(call.state().device_bytes.load());
   properties->major = 9;
   properties->minor = 0;
@@ -254,7 +254,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->unifiedAddressing = 1;
   properties->canMapHostMemory = 1;
   properties->streamPrioritiesSupported = 1;
-  properties->pciBusID = device + 1;
+  properties->pciBusID = call.state().physical(device) + 1;
   return cudaSuccess;
 }
 
@@ -295,7 +295,7 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
   if (text == nullptr || length < 13) return call.end(cudaErrorInvalidValue);
   if (!simulator::device_exists(call.state(), device)) return call.end(cudaErrorInvalidDevice);
   std::snprintf(text, static_cast<std::size_t>(length), "0000:%02x:00.0",
-                static_cast<unsigned>(device + 1) & 0xffU);
+                static_cast<unsigned>(call.state().physical(device) + 1) & 0xffU);
   return cudaSuccess;
 }
 

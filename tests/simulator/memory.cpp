@@ -2,11 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <string>
 
 #include "tests/simulator/launch.hpp"
 
@@ -62,6 +64,10 @@ int device_of(std::uintptr_t address) {
   return at < kSpace ? static_cast<int>(at / kSlot) : -1;
 }
 
+std::uint64_t offset_of(std::uintptr_t address) {
+  return (address - space()) % kSlot;
+}
+
 std::uintptr_t map_device(int device) {
   Files& all = files();
   const std::uintptr_t first = space() + static_cast<std::uintptr_t>(device) * kSlot;
@@ -89,6 +95,39 @@ void drop_pages(int device, std::uintptr_t begin, std::uintptr_t end) {
 
 std::byte* reach_address(std::uintptr_t address) {
   return reinterpret_cast<std::byte*>(address + kSpace);
+}
+
+MemoryFile memory_file(int device) {
+  map_device(device);
+  const int descriptor = files().descriptor[device];
+  struct stat status {};
+  require(fstat(descriptor, &status) == 0, "simulator: fstat");
+  return {descriptor, status.st_ino};
+}
+
+const std::byte* map_file(pid_t process, const MemoryFile& file) {
+  const int descriptor = open_of_process(process, file.descriptor, O_RDONLY);
+  if (descriptor < 0) return nullptr;
+  struct stat status {};
+  // Another file may have the number by now, if another process has that of the owner.
+  const bool same = fstat(descriptor, &status) == 0 && status.st_ino == file.inode;
+  void* memory = MAP_FAILED;
+  if (same) {
+    memory = mmap(nullptr, kSlot, PROT_READ, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+  }
+  close(descriptor);
+  if (memory == MAP_FAILED) return nullptr;
+  madvise(memory, kSlot, MADV_DONTDUMP);
+  return static_cast<const std::byte*>(memory);
+}
+
+void unmap_file(const std::byte* memory) {
+  munmap(const_cast<std::byte*>(memory), kSlot);
+}
+
+int open_of_process(pid_t process, int descriptor, int flags) {
+  const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
+  return open(path.c_str(), flags | O_CLOEXEC);
 }
 
 void* reach(const void* memory) {

@@ -2,6 +2,7 @@
 // manual says of it.
 #include <nccl.h>
 
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -54,18 +55,25 @@ class Registry {
     return *instance;
   }
 
-  std::string new_id() { return "simulated " + std::to_string(++ids_); }
-
-  std::shared_ptr<Clique> clique(const std::string& id, int world) {
+  /// "" if the system has no room for it.
+  std::string new_id() {
+    const std::shared_ptr<Clique> made = Clique::make();
+    if (!made) return "";
     const std::lock_guard lock(mutex_);
-    std::shared_ptr<Clique>& known = cliques_[id];
-    if (!known) known = std::make_shared<Clique>(id, world);
-    return known;
+    drop_complete();
+    cliques_[made->id()] = made;
+    return made->id();
   }
-  /// An id serves one communicator: nobody joins it later.
-  void close(const std::string& id) {
+
+  /// Null, with the reason, if there is none.
+  std::shared_ptr<Clique> clique(const std::string& id, std::string& why) {
     const std::lock_guard lock(mutex_);
-    cliques_.erase(id);
+    drop_complete();
+    std::shared_ptr<Clique>& known = cliques_[id];
+    if (!known) known = Clique::open(id, why);
+    const std::shared_ptr<Clique> result = known;
+    if (!known) cliques_.erase(id);
+    return result;
   }
 
   std::shared_ptr<Lane> lane(int device, int rank) {
@@ -85,8 +93,12 @@ class Registry {
     return at == handles_.end() ? nullptr : at->second;
   }
   void remove(ncclComm_t handle) {
-    const std::unique_lock lock(handles_mutex_);
-    handles_.erase(handle);
+    {
+      const std::unique_lock lock(handles_mutex_);
+      handles_.erase(handle);
+    }
+    const std::lock_guard lock(mutex_);
+    drop_complete();
   }
   std::vector<CommunicatorPointer> all() {
     const std::shared_lock lock(handles_mutex_);
@@ -110,8 +122,8 @@ class Registry {
     state.communicator_leaks = [this](std::vector<std::string>& lines) {
       for (const CommunicatorPointer& c : all()) {
         lines.push_back("communicator, rank " + std::to_string(c->rank) + " of " +
-                        std::to_string(c->clique->world) + " on device " +
-                        std::to_string(c->device) + ", made in " + describe_site(c->site));
+                        std::to_string(c->world) + " on device " + std::to_string(c->device) +
+                        ", made in " + describe_site(c->site));
       }
     };
     state.end_communicators = [this] {
@@ -120,7 +132,11 @@ class Registry {
     state.forget_communicators = [this] { forget(); };
   }
 
-  std::atomic<std::uint64_t> ids_{0};
+  /// An id serves one communicator: nobody joins it later. The caller holds mutex_.
+  void drop_complete() {
+    std::erase_if(cliques_, [](const auto& one) { return one.second->complete(); });
+  }
+
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Clique>> cliques_;
   std::map<std::pair<int, int>, std::shared_ptr<Lane>> lanes_;
@@ -155,6 +171,16 @@ struct Call {
   ncclResult_t refused = ncclSuccess;
 };
 
+/// Waits until the communicator is made, or cannot be.
+ncclResult_t wait_made(Communicator& made) {
+  made.clique->bell().wait_until([&] {
+    made.advance();
+    return made.made() || made.error() != ncclSuccess || made.aborted();
+  });
+  // Once all are there it is made, whatever a faster rank did with it since.
+  return made.made() ? ncclSuccess : made.error();
+}
+
 ncclResult_t end_group(Group& mine) {
   std::vector<std::pair<CommunicatorPointer, Issued>> calls = std::move(mine.calls);
   std::vector<CommunicatorPointer> joining = std::move(mine.joining);
@@ -163,8 +189,7 @@ ncclResult_t end_group(Group& mine) {
   mine.joining.clear();
   if (error != ncclSuccess) return error;
   for (const CommunicatorPointer& c : joining) {
-    c->clique->bell.wait_until([&] { return c->clique->complete() || c->error() != ncclSuccess; });
-    if (!c->clique->complete()) return c->error();
+    if (const ncclResult_t code = wait_made(*c); code != ncclSuccess) return code;
   }
   ncclResult_t result = ncclSuccess;
   while (!calls.empty()) {
@@ -189,6 +214,11 @@ bool add_touch(const Call& call, const Communicator& communicator, Issued& issue
     call.state.report_fault(std::string(call.name) + (write ? ": writes " : ": reads ") +
                             std::to_string(bytes) + " bytes in no allocation of device " +
                             std::to_string(communicator.device));
+    return false;
+  }
+  if (!write && located.place == Place::pinned && communicator.has_remote()) {
+    call.state.report_fault(std::string(call.name) +
+                            ": host memory is not shown to other processes here");
     return false;
   }
   located.touch.operation = call.name;
@@ -240,7 +270,7 @@ ncclResult_t issue(const char* name, const Request& request, ncclComm_t handle,
   if (call.state.device(communicator->device).fault.load(std::memory_order_relaxed) != 0) {
     return failed(ncclUnhandledCudaError, "the device is at fault");
   }
-  const int world = communicator->clique->world;
+  const int world = communicator->world;
   const std::size_t size = size_of(request.signature.type);
   if (size == 0 || request.signature.root < 0 || request.signature.root >= world ||
       request.peer >= world) {
@@ -297,54 +327,56 @@ ncclResult_t init(const char* name, ncclComm_t* handle, int world, ncclUniqueId 
   if (call.state.device(device).fault.load(std::memory_order_relaxed) != 0) {
     return call.fail(ncclUnhandledCudaError, "the device is at fault");
   }
+  if (world > CliqueBlock::kMostRanks) {
+    return call.fail(ncclInvalidArgument, "more ranks than the simulator serves");
+  }
   Registry& registry = Registry::get();
   const std::string key(id.internal, strnlen(id.internal, sizeof id.internal));
-  const std::shared_ptr<Clique> clique = registry.clique(key, world);
-  if (clique->world != world) {
-    const std::string why =
-        std::to_string(world) + " ranks here and " + std::to_string(clique->world) + " elsewhere";
-    clique->fail(ncclInvalidUsage, why);
-    return call.fail(ncclInvalidUsage, why);
-  }
-  const auto made = std::make_shared<Communicator>(clique, rank, device, blocking,
-                                                   registry.lane(device, rank), site);
-  registry.add(made);
-  *handle = reinterpret_cast<ncclComm_t>(made.get());
-  const bool hangs = call.injected && call.injected->how == How::hang;
-  if (call.injected && call.injected->how == How::fault) {
+  std::string why;
+  const std::shared_ptr<Clique> clique = registry.clique(key, why);
+  if (!clique) return call.fail(ncclSystemError, why);
+  // Collectives of one communicator run one after the other in any case.
+  const std::shared_ptr<Lane> lane =
+      call.state.serial_collectives.load() ? registry.lane(device, rank) : std::make_shared<Lane>();
+  const auto made =
+      std::make_shared<Communicator>(clique, rank, world, device, blocking, lane, site);
+  if (!call.injected) {
+    if (const ncclResult_t code = clique->join(rank, world, device, why); code != ncclSuccess) {
+      return call.fail(code, why);
+    }
+  } else if (call.injected->how == How::fault) {
     made->set_error(static_cast<ncclResult_t>(call.injected->code), "injected failure");
     clique->fail(ncclRemoteError, "remote process exited or there was a network error");
-  } else if (!hangs) {
-    std::string why;
-    if (clique->join(made, why) != ncclSuccess) call.fail(made->error(), why);
-    if (clique->complete()) registry.close(key);
   }
+  registry.add(made);
+  *handle = reinterpret_cast<ncclComm_t>(made.get());
   if (!blocking) return ncclInProgress;
   Group& mine = group();
   if (mine.depth > 0) {
     mine.joining.push_back(made);
     return ncclSuccess;
   }
-  clique->bell.wait_until(
-      [&] { return clique->complete() || made->error() != ncclSuccess || made->aborted(); });
-  // Once all are there it is made, whatever a faster rank did with it since.
-  const ncclResult_t result = clique->complete() ? ncclSuccess : made->error();
-  if (result != ncclSuccess) {
+  if (const ncclResult_t code = wait_made(*made); code != ncclSuccess) {
     registry.remove(*handle);
     *handle = nullptr;
-    return call.fail(result, made->last_error());
+    return call.fail(code, made->last_error());
   }
   return ncclSuccess;
 }
 
-Signature signature(const char* call, std::size_t count, ncclDataType_t type,
+Signature signature(Collective collective, std::size_t count, ncclDataType_t type,
                     ncclRedOp_t op = ncclSum, int root = 0) {
-  return {call, count, type, op, root};
+  return {collective, count, type, op, root};
+}
+
+/// Of a send or receive.
+Signature size(std::size_t count, ncclDataType_t type) {
+  return {Collective::all_gather, count, type, ncclSum, 0};
 }
 
 std::size_t world_of(ncclComm_t handle) {
   const CommunicatorPointer communicator = Registry::get().find(handle);
-  return communicator ? static_cast<std::size_t>(communicator->clique->world) : 0;
+  return communicator ? static_cast<std::size_t>(communicator->world) : 0;
 }
 
 }  // namespace
@@ -352,6 +384,7 @@ std::size_t world_of(ncclComm_t handle) {
 }  // namespace simulator
 
 using simulator::Call;
+using simulator::Collective;
 using simulator::CommunicatorPointer;
 using simulator::Registry;
 
@@ -371,6 +404,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   if (id == nullptr) return call.fail(ncclInvalidArgument, "null");
   std::memset(id, 0, sizeof *id);
   const std::string text = Registry::get().new_id();
+  if (text.empty()) return call.fail(ncclSystemError, std::strerror(errno));
   std::memcpy(id->internal, text.data(), text.size());
   return ncclSuccess;
 }
@@ -412,10 +446,11 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   if (communicator->error() != ncclSuccess) {
     return call.fail(ncclInvalidUsage, "after an error ncclCommAbort is the way to end it");
   }
-  if (communicator->clique->complete()) {
+  if (communicator->made()) {
     communicator->flush();
     communicator->wait_idle();
   }
+  communicator->clique->leave(communicator->rank);
   Registry::get().remove(handle);
   return ncclSuccess;
 }
@@ -478,7 +513,7 @@ ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
   Call call("ncclCommCount");
   const CommunicatorPointer communicator = call.communicator(handle);
   if (!communicator || count == nullptr) return ncclInvalidArgument;
-  *count = communicator->clique->world;
+  *count = communicator->world;
   return ncclSuccess;
 }
 
@@ -519,7 +554,7 @@ ncclResult_t ncclGroupEnd() {
 ncclResult_t ncclAllGather(const void* send, void* received, std::size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream) {
   return simulator::issue("ncclAllGather",
-                          {simulator::signature("ncclAllGather", count, type), send, count,
+                          {simulator::signature(Collective::all_gather, count, type), send, count,
                            received, count * simulator::world_of(comm)},
                           comm, stream);
 }
@@ -528,7 +563,7 @@ ncclResult_t ncclReduceScatter(const void* send, void* received, std::size_t cou
                                ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                                cudaStream_t stream) {
   return simulator::issue("ncclReduceScatter",
-                          {simulator::signature("ncclReduceScatter", count, type, op), send,
+                          {simulator::signature(Collective::reduce_scatter, count, type, op), send,
                            count * simulator::world_of(comm), received, count},
                           comm, stream);
 }
@@ -537,8 +572,8 @@ ncclResult_t ncclAllReduce(const void* send, void* received, std::size_t count, 
                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
   return simulator::issue(
       "ncclAllReduce",
-      {simulator::signature("ncclAllReduce", count, type, op), send, count, received, count}, comm,
-      stream);
+      {simulator::signature(Collective::all_reduce, count, type, op), send, count, received, count},
+      comm, stream);
 }
 
 ncclResult_t ncclBroadcast(const void* send, void* received, std::size_t count, ncclDataType_t type,
@@ -547,8 +582,8 @@ ncclResult_t ncclBroadcast(const void* send, void* received, std::size_t count, 
   // Only the root's send buffer is looked at.
   const bool sends = communicator && communicator->rank == root;
   return simulator::issue("ncclBroadcast",
-                          {simulator::signature("ncclBroadcast", count, type, ncclSum, root), send,
-                           sends ? count : 0, received, count},
+                          {simulator::signature(Collective::broadcast, count, type, ncclSum, root),
+                           send, sends ? count : 0, received, count},
                           comm, stream);
 }
 
@@ -556,17 +591,15 @@ ncclResult_t ncclSend(const void* send, std::size_t count, ncclDataType_t type, 
                       ncclComm_t comm, cudaStream_t stream) {
   if (peer < 0) return ncclInvalidArgument;
   return simulator::issue(
-      "ncclSend", {simulator::signature("ncclSend", count, type), send, count, nullptr, 0, peer, 0},
-      comm, stream);
+      "ncclSend", {simulator::size(count, type), send, count, nullptr, 0, peer, 0}, comm, stream);
 }
 
 ncclResult_t ncclRecv(void* received, std::size_t count, ncclDataType_t type, int peer,
                       ncclComm_t comm, cudaStream_t stream) {
   if (peer < 0) return ncclInvalidArgument;
-  return simulator::issue(
-      "ncclRecv",
-      {simulator::signature("ncclRecv", count, type), nullptr, 0, received, count, peer, 1}, comm,
-      stream);
+  return simulator::issue("ncclRecv",
+                          {simulator::size(count, type), nullptr, 0, received, count, peer, 1},
+                          comm, stream);
 }
 
 }  // extern "C"

@@ -90,6 +90,9 @@ void set_nccl_version(int version) {
 void set_serial_collectives(bool on) {
   State::get().serial_collectives = on;
 }
+void set_remote_errors(bool on) {
+  State::get().remote_errors = on;
+}
 
 std::vector<Race> races() {
   return State::get().races();

@@ -1,6 +1,8 @@
 // Control of the simulated device: what tests of the CUDA back end set, inject and read. The
 // library libzshard_simulator.so stands in for libcudart and libnccl: it exports those of their
-// calls that zshard makes. Ranks are threads of one process; each usually has its own device.
+// calls that zshard makes. Ranks are threads of one process, or processes of one machine, or both;
+// each usually has its own device. Everything that is set, injected and read here is of the calling
+// process alone.
 //
 // What it simulates
 // - A stream is a FIFO worker thread that waits a random while before each task. The default stream
@@ -23,6 +25,12 @@
 // - A communicator made with blocking = 0 launches what was issued at a later
 //   ncclCommGetAsyncError (or at most three of them): code that records an event before it was told
 //   ncclSuccess misses the collective here always, on a GPU sometimes.
+// - Between processes a unique id names a memfd of the process that made it, where all meet
+//   (clique_block.hpp); nothing has a name that could be left behind. Data is read from the peer's
+//   device memory, which is mapped for that; pinned host memory is not shown to other processes. A
+//   process' devices are numbers of one machine: two ranks on device 0 share a GPU. Only
+//   CUDA_VISIBLE_DEVICES=3,1 gives a process other ones. Ranks of different versions of NCCL are
+//   refused.
 //
 // How races are found
 // Each stream has a vector clock. It takes over the clock of an event that it waits for, and, with
@@ -42,12 +50,13 @@
 //   records and another waits, the order in which both calls came in counts; ordering them is the
 //   host code's duty.
 // - A collective orders nothing between ranks: what rank 0 did before it is not known to rank 1's
-//   stream afterwards. (No rule of zshard relies on it, and which collectives will have met cannot
-//   be known when an operation is queued.) Nor do two collectives of one rank on two streams order
-//   each other.
-// - Host memory is checked where it is pinned and a stream touches it. Host code that touches
-// pinned
-//   memory can say so with touch().
+//   stream afterwards, in the same process or in another. (No rule of zshard relies on it, and
+//   which collectives will have met cannot be known when an operation is queued.) So clocks have
+//   nothing to say between processes, and what a peer does to memory that a collective still reads
+//   is not checked beyond the peer's own ranges. Nor do two collectives of one rank on two streams
+//   order each other.
+// - Host memory is checked where it is pinned and a stream touches it. Host code that does so can
+//   say it with touch().
 #pragma once
 
 #include <nccl.h>
@@ -78,8 +87,13 @@ void set_delays(double mean_microseconds, std::uint64_t seed);
 /// As CUDA counts: 13000 is 13.0. 0: no driver. Defaults: those of the headers.
 void set_driver_version(int version);
 void set_nccl_version(int version);
-/// Whether collectives of one rank run in launch order over all communicators (default true).
+/// Whether collectives of one rank run in launch order over all communicators (default true), or
+/// only over each one; for communicators that are made from now on.
 void set_serial_collectives(bool on);
+/// Whether ncclCommGetAsyncError says ncclRemoteError once the process of a peer has ended without
+/// having destroyed its communicator (default true). NCCL often does not notice: then collectives
+/// hang.
+void set_remote_errors(bool on);
 
 // -- races --
 

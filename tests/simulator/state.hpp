@@ -91,6 +91,12 @@ struct Located {
   Touch touch;
 };
 
+/// What an allocation of so many bytes takes of its device.
+inline std::uintptr_t rounded_size(std::uintptr_t bytes) {
+  constexpr std::uintptr_t kAlignment = 256;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 struct Injected {
   How how = How::refused;
   int code = 0;
@@ -115,14 +121,17 @@ class State {
   ThreadState& thread();
 
   // -- settings --
-  std::atomic<int> device_count{8};
+  std::atomic<int> device_count{0};
   std::atomic<std::int64_t> device_bytes{std::int64_t{1} << 30};
   std::atomic<int> driver_version{CUDART_VERSION};
   std::atomic<int> nccl_version{0};
   std::atomic<bool> serial_collectives{true};
+  std::atomic<bool> remote_errors{true};
   /// Grows at each reset; kernels that hang look at it.
   std::atomic<std::uint64_t> generation{1};
 
+  /// The machine's number of a device that the process sees as `ordinal`.
+  [[nodiscard]] int physical(int ordinal) const;
   SimulatedDevice& device(int ordinal) { return devices_[static_cast<std::size_t>(ordinal)]; }
 
   // -- calls --
@@ -194,6 +203,7 @@ class State {
   StreamPointer start_stream(int device, unsigned flags, int priority, const void* site);
 
   std::array<SimulatedDevice, kMostDevices> devices_;
+  std::vector<int> visible_;  // CUDA_VISIBLE_DEVICES
   std::atomic<std::uint64_t> stream_numbers_{0};
   std::atomic<std::size_t> next_id_{0};
 

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "runtime/comm/control.hpp"
+#include "runtime/memory/arena.hpp"
 #include "zshard/error.hpp"
 #include "zshard/process_group.hpp"
 
@@ -451,6 +453,26 @@ TEST(ProcessGroup, AnEnvironmentThatMakesNoSenseIsAUsageErrorThatNamesTheVariabl
     const Environment environment(c.values);
     expect_part(text_of<UsageError>([] { (void)ProcessGroup::from_environment(); }), c.part);
   }
+}
+
+// A rank without a core for a while is not elsewhere: its peers wait for it.
+TEST(ControlBoard, ARankThatIsSlowToLeaveACallThatIsOverIsInNone) {
+  constexpr int kRanks = 3;
+  const auto memory =
+      memory::Arena::make(static_cast<std::int64_t>(comm::ControlBoard::bytes(kRanks)));
+  const comm::ControlBoard board(memory->data(), kRanks);
+  for (int r = 0; r < kRanks; ++r) {
+    board.rank(r).arrived.store(5);
+    board.rank(r).done.store(4);
+  }
+  EXPECT_EQ(board.inside(2), std::nullopt);
+  board.rank(2).inside.store(static_cast<std::uint32_t>(comm::Operation::initialize) + 1);
+  EXPECT_EQ(board.inside(2), comm::Operation::initialize);
+  for (int r = 0; r < kRanks; ++r) {
+    EXPECT_EQ(board.inside(2), comm::Operation::initialize) << r << " ranks have finished it";
+    board.rank(r).done.store(5);
+  }
+  EXPECT_EQ(board.inside(2), std::nullopt);
 }
 
 }  // namespace

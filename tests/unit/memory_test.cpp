@@ -1,12 +1,18 @@
 // Arenas, and the arithmetic of memory plans.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <limits>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "runtime/base/descriptor.hpp"
 #include "runtime/memory/arena.hpp"
 #include "zshard/error.hpp"
 #include "zshard/memory_plan.hpp"
@@ -14,7 +20,6 @@
 #ifndef ZSHARD_SANITIZER
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 #endif
 
 namespace zshard {
@@ -94,6 +99,68 @@ TEST(Arena, ALimitOnAddressSpaceIsOutOfMemory) {
   EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 #endif
+
+// -- memory that peers see --
+
+/// What mapping it says; "" if it works.
+std::string mapped(int descriptor, std::int64_t bytes) {
+  try {
+    (void)Arena::map(base::Descriptor(dup(descriptor)), bytes);
+    return "";
+  } catch (const CommError& error) {
+    return error.what();
+  }
+}
+
+TEST(Arena, SharedMemoryIsSeenByWhoMapsItsDescriptor) {
+  const std::int64_t before = arena_bytes_in_process();
+  {
+    const auto mine = Arena::make_shared(3 * kArenaRounding / 2);
+    const auto theirs = Arena::map(base::Descriptor(dup(mine->descriptor().get())), mine->bytes());
+    ASSERT_NE(mine->data(), theirs->data());
+    for (const auto at : {std::int64_t{0}, kArenaRounding, mine->bytes() - 1}) {
+      EXPECT_EQ(theirs->data()[at], std::byte{0});
+      mine->data()[at] = std::byte{5};
+      EXPECT_EQ(theirs->data()[at], std::byte{5});
+    }
+    EXPECT_EQ(arena_bytes_in_process(), before + mine->reserved()) << "counted by its owner only";
+  }
+  EXPECT_EQ(arena_bytes_in_process(), before);
+}
+
+TEST(Arena, SharedMemoryCannotBeTakenFromUnderItsReaders) {
+  // A page that is cut off or was never reserved would be a SIGBUS of whoever touches it.
+  const auto arena = Arena::make_shared(kArenaRounding + 5000);
+  const int memory = arena->descriptor().get();
+  EXPECT_EQ(fcntl(memory, F_GET_SEALS), F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  for (const std::int64_t size : {std::int64_t{0}, arena->reserved() * 2}) {
+    EXPECT_EQ(ftruncate(memory, size), -1);
+    EXPECT_EQ(errno, EPERM);
+  }
+  EXPECT_NE(fcntl(memory, F_GETFD) & FD_CLOEXEC, 0);
+  struct stat facts {};
+  ASSERT_EQ(fstat(memory, &facts), 0);
+  EXPECT_EQ(facts.st_size, arena->reserved());
+  EXPECT_GE(facts.st_blocks * 512, arena->bytes()) << "pages are reserved at the start";
+  EXPECT_EQ(facts.st_nlink, 0U) << "it has no name";
+}
+
+TEST(Arena, ADescriptorThatIsNoSealedMemoryOfThatSizeIsRefused) {
+  const auto arena = Arena::make_shared(kArenaRounding);
+  EXPECT_EQ(mapped(arena->descriptor().get(), kArenaRounding), "");
+  for (const std::int64_t bytes : {std::int64_t{-1}, std::int64_t{0}, kArenaRounding + 1}) {
+    EXPECT_NE(mapped(arena->descriptor().get(), bytes).find("no sealed memory of"),
+              std::string::npos)
+        << bytes;
+  }
+  const base::Descriptor open_memory(memfd_create("open", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(ftruncate(open_memory.get(), kArenaRounding), 0);
+  EXPECT_NE(mapped(open_memory.get(), kArenaRounding), "");
+  ASSERT_EQ(fcntl(open_memory.get(), F_ADD_SEALS, F_SEAL_GROW), 0);
+  EXPECT_NE(mapped(open_memory.get(), kArenaRounding), "") << "its owner could still cut it off";
+  const base::Descriptor nothing(open("/dev/null", O_RDWR | O_CLOEXEC));
+  EXPECT_NE(mapped(nothing.get(), kArenaRounding), "");
+}
 
 TEST(Arena, MayGoOnAnotherThread) {
   const std::int64_t before = arena_bytes_in_process();

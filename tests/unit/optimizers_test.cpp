@@ -15,6 +15,8 @@
 #include <vector>
 
 #include "optimizers/rule.hpp"
+#include "runtime/kernels/copy.hpp"
+#include "runtime/kernels/kernels.hpp"
 #include "zshard/error.hpp"
 #include "zshard/optimizer.hpp"
 
@@ -365,6 +367,58 @@ TEST(Passes, EqualOneElementAtATimeAtEveryLengthAndCut) {
         cut.step(rule, constants, gradient, 7, 0.3f, edges[e], edges[e + 1]);
       }
       EXPECT_TRUE(cut.same_bits(expected)) << c.name << " seed " << seed;
+    }
+  }
+}
+
+TEST(Passes, TheRoundedCopyIsThatOfNarrowAtEveryLengthAndPlace) {
+  constexpr std::int64_t kMost = 1100;
+  constexpr std::uint16_t kUntouched = 0x5a5a;
+  for (const Case& c : cases()) {
+    const Rule& rule = c.optimizer.rule();
+    const Constants constants = rule.constants(rule.defaults(), 7);
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      for (const bool streams : {false, true}) {
+        for (const std::int64_t count :
+             {0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 256, 300, 1024, 1100}) {
+          for (const std::int64_t shift : {0, 1, 3, 8, 31, 32, 33}) {
+            State state(rule, some_values(kMost, 1, false));
+            for (std::size_t k = 0; k < state.slots.size(); ++k) {
+              state.slots[k] = some_values(kMost, 2 + static_cast<std::uint32_t>(k), k == 1);
+            }
+            const std::vector<float> gradient = some_values(kMost, 9, false);
+            State expected = state;
+            expected.step(rule, constants, gradient, 7, 0.3f, 0, count);
+            std::vector<std::uint16_t> narrowed(kMost);
+            kernels::narrow(expected.parameter.data(), dtype, narrowed.data(), count);
+
+            alignas(64) std::array<std::uint16_t, kMost + 64> published;
+            published.fill(kUntouched);
+            Elements elements{.parameter = state.parameter.data(),
+                              .gradient = gradient.data(),
+                              .factor = 0.3f,
+                              .count = count,
+                              .published = published.data() + shift,
+                              .dtype = dtype,
+                              .streams = streams};
+            for (std::size_t k = 0; k < state.slots.size(); ++k) {
+              elements.slots[k] = state.slots[k].data();
+            }
+            for (const Pass pass : rule.passes()) pass(elements, constants, 7);
+            kernels::finish_streaming();
+            const std::string what = c.name + ", " + to_string(dtype).data() + ", " +
+                                     std::to_string(count) + " at " + std::to_string(shift) +
+                                     (streams ? " streamed" : "");
+            EXPECT_TRUE(state.same_bits(expected)) << what;
+            for (std::int64_t i = 0; i < std::ssize(published); ++i) {
+              const std::int64_t k = i - shift;
+              ASSERT_EQ(published[static_cast<std::size_t>(i)],
+                        k >= 0 && k < count ? narrowed[static_cast<std::size_t>(k)] : kUntouched)
+                  << what << ", element " << k;
+            }
+          }
+        }
+      }
     }
   }
 }

@@ -69,6 +69,7 @@ EngineOptions unusual() {
   options.offload = {.optimizer = Tier::nvme,
                      .gradients = Tier::host,
                      .parameters = Tier::nvme,
+                     .update_on = UpdateOn::device,
                      .nvme_dir = "/mnt/a,/mnt/b c",
                      .optimizer_nvme_bytes = 0,
                      .io_backend = IoBackendKind::posix,
@@ -109,15 +110,15 @@ std::size_t count_fields() {
          accumulation, reduction, wire, reduction_group, master, moments, loss_scale,
          sub_group_bytes, device_budget, host_budget, deadline_seconds, threads, inline_queues,
          test_delay_microseconds, poison_slots, log_dir] = options;
-  auto& [optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes, io_backend, io_buffers,
-         io_block_bytes, io_depth, io_verify] = offload;
+  auto& [optimizer, gradients, parameters, update_on, nvme_dir, optimizer_nvme_bytes, io_backend,
+         io_buffers, io_block_bytes, io_depth, io_verify] = offload;
   const auto count = [](const auto&... fields) { return sizeof...(fields); };
   return count(stage, device, device_index, gather_budget, look_ahead, behind, gradient_mode,
                accumulation, reduction, wire, reduction_group, master, moments, loss_scale,
                sub_group_bytes, device_budget, host_budget, deadline_seconds, threads,
                inline_queues, test_delay_microseconds, poison_slots, log_dir) +
-         count(optimizer, gradients, parameters, nvme_dir, optimizer_nvme_bytes, io_backend,
-               io_buffers, io_block_bytes, io_depth, io_verify);
+         count(optimizer, gradients, parameters, update_on, nvme_dir, optimizer_nvme_bytes,
+               io_backend, io_buffers, io_block_bytes, io_depth, io_verify);
 }
 
 TEST(OptionTable, NamesEveryFieldOnceInAllSpellings) {

@@ -1,7 +1,9 @@
 #include "runtime/kernels/pool.hpp"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
+#include <algorithm>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -42,6 +44,23 @@ TEST(Pool, ThreadsFollowTheOptionOrTheCoresOfThisProcess) {
   EXPECT_EQ(kernel_threads(7, 3), 7);
   EXPECT_GE(kernel_threads(0, 1), 1);
   EXPECT_EQ(kernel_threads(0, 1024), 1);
+  cpu_set_t mine;
+  ASSERT_EQ(sched_getaffinity(0, sizeof mine, &mine), 0);
+  // On fewer and fewer of the cores, as in a container or under taskset.
+  cpu_set_t some = mine;
+  for (int cores = CPU_COUNT(&mine); cores > 0; --cores) {
+    ASSERT_EQ(sched_setaffinity(0, sizeof some, &some), 0);
+    for (int ranks = 1; ranks <= 5; ++ranks) {
+      EXPECT_EQ(kernel_threads(0, ranks), std::max(1, cores / ranks)) << cores << " / " << ranks;
+      EXPECT_EQ(kernel_threads(3, ranks), 3);
+    }
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (!CPU_ISSET(cpu, &some)) continue;
+      CPU_CLR(cpu, &some);
+      break;
+    }
+  }
+  EXPECT_EQ(sched_setaffinity(0, sizeof mine, &mine), 0);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <memory>
 #include <stdexcept>
 #include <thread>
@@ -18,6 +19,13 @@ using device::make_inline_stream;
 using device::make_thread_stream;
 using device::Stream;
 using std::chrono::milliseconds;
+
+/// Processor time of this thread.
+double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
 
 /// Notes the arguments of its tasks; throws at one of them, waits at another.
 struct Log {
@@ -215,6 +223,28 @@ TEST(Counter, CountsRoundTheEndOfItsWord) {
   counter.add(3);
   EXPECT_TRUE(counter.reached(1));
   EXPECT_TRUE(counter.reached(0xFFFFFFFF));
+}
+
+TEST(Counter, AWaiterSpinsBrieflyAndThenLeavesItsCore) {
+  // Processor time, which does not depend on what else runs: 50 us of spinning and a look at the
+  // condition every 20 ms.
+  base::Counter counter;
+  std::atomic<bool> stop{false};
+  double used = -1.0;
+  int looks = 0;
+  std::thread sleeper([&] {
+    const double before = thread_seconds();
+    EXPECT_FALSE(counter.wait(1, [&] {
+      ++looks;
+      return stop.load();
+    }));
+    used = thread_seconds() - before;
+  });
+  std::this_thread::sleep_for(milliseconds(400));
+  stop.store(true);
+  sleeper.join();
+  EXPECT_LT(used, 0.04);
+  EXPECT_LT(looks, 400 / 20 + 5);
 }
 
 TEST(Counter, NoWakeUpIsLost) {
