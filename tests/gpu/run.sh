@@ -27,7 +27,7 @@ parts=(
   "kernels 60 kernels and optimizers give the CPU's bits on the GPU"
   "engine 120 stages 0 to 3 give the oracle's bits: one rank, and more where there are GPUs"
   "stages 60 gpt: the same digests at stages 0 to 3"
-  "offload 60 gpt: the same digests with state on device, pinned host memory and nvme"
+  "offload 90 gpt: the same digests with what can leave the GPU in pinned host memory and on nvme"
   "two_ranks 60 two ranks on one GPU, where NCCL allows it (2.30 and later)"
   "bandwidth 60 copies, kernels against the device's copy speed, copies and update at once"
   "tokens 60 gpt: tokens a second of a 124 M model, f32 and bf16"
@@ -274,6 +274,14 @@ part_offload() {
   digests "optimizer on the host" --stage 3 --optimizer-tier host || return 1
   digests "optimizer and parameters on the host" --stage 3 --optimizer-tier host --parameter-tier host \
     --gather-budget 8MiB || return 1
+  digests "gradients on the host, stage 2" --stage 2 --gradient-tier host || return 1
+  digests "parameters on the host" --stage 3 --parameter-tier host --gather-budget 8MiB || return 1
+  ZSHARD_UPDATE_ON=device digests "optimizer on the host, updated on the GPU" --stage 2 \
+    --optimizer-tier host || return 1
+  ZSHARD_UPDATE_ON=device digests "all on the host, updated on the GPU" --stage 3 \
+    --optimizer-tier host --gradient-tier host --parameter-tier host --gather-budget 8MiB || return 1
+  ZSHARD_UPDATE_ON=device digests "all on nvme, updated on the GPU" --stage 3 --optimizer-tier nvme \
+    --gradient-tier nvme --parameter-tier nvme --nvme-dir "$nvme" --gather-budget 8MiB || return 1
   digests "optimizer on nvme" --stage 3 --optimizer-tier nvme --nvme-dir "$nvme" || return 1
   digests "optimizer and parameters on nvme" --stage 3 --optimizer-tier nvme --parameter-tier nvme \
     --nvme-dir "$nvme" --gather-budget 8MiB || return 1
@@ -331,7 +339,11 @@ part_bandwidth() {
     echo "copies and update do not overlap: ${overlap:-?} times the longest alone"
     return 1
   }
-  echo "$(wc -l < "$out/bandwidth.rows") rows; update and copies at once take $overlap of the longest alone"
+  local host device
+  host=$(sed -nE 's/^update of host state\/on the host *\|([^|]*)\|.*/\1/p' "$out/bandwidth.rows")
+  device=$(sed -nE 's/^update of host state\/on the GPU *\|([^|]*)\|.*/\1/p' "$out/bandwidth.rows")
+  echo "$(wc -l < "$out/bandwidth.rows") rows; update and copies at once take $overlap of the longest" \
+    "alone; state on the host: ${host:-?} ns a parameter updated there, ${device:-?} on the GPU"
 }
 
 # tokens DTYPE: median tokens a second of the later steps.
