@@ -57,13 +57,12 @@ bool ControlBoard::broken() const {
   return (header_->state.load() & kBroken) != 0;
 }
 
-std::string ControlBoard::why() const {
+std::string ControlBoard::why(const std::string& otherwise) const {
   // Written right after the state; a writer that was killed in between leaves no text.
   for (int i = 0; i < 1000 && header_->readable.load(std::memory_order_acquire) == 0; ++i) {
     base::futex_wait(header_->readable, 0, 1000);
   }
-  return header_->readable.load(std::memory_order_acquire) != 0 ? header_->why.data()
-                                                                : "a rank failed";
+  return header_->readable.load(std::memory_order_acquire) != 0 ? header_->why.data() : otherwise;
 }
 
 void ControlBoard::leave(int r, const std::string& reason) const {
@@ -156,13 +155,18 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
     }
     return std::string();
   };
+  // Whoever is gone may have left because the group had failed: that is the cause then.
+  const auto cause_of = [&](const std::string& found) {
+    if (!board_.broken()) return found;
+    return found.empty() ? board_.why() : board_.why(found);
+  };
   const auto poll = [&] {
-    lost = board_.broken() ? board_.why() : missing(true, deadline_);
+    lost = cause_of(missing(true, deadline_));
     return !lost.empty();
   };
   if (!board_.met().wait(call, poll) && board_.give_up(call, lost)) {
     throw CommError(describe(signature) + " on rank " + std::to_string(rank_) +
-                    " cannot complete: " + lost);
+                    " cannot complete: " + board_.why(lost));
   }
   for (int r = 1; r < board_.world(); ++r) {
     const ControlSignature& first = board_.rank(0).signature;
@@ -187,6 +191,7 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   const auto poll_done = [&] {
     complete = everyone(false, call);  // whatever the counter lost by a rank's death
     if (!complete) lost = missing(false, finish_deadline_);
+    if (!lost.empty()) lost = cause_of(lost);
     return complete || !lost.empty();
   };
   if (!board_.done().wait(call * world, poll_done) && !complete) {

@@ -51,7 +51,8 @@ class ControlBoard {
   bool give_up(std::uint64_t call, const std::string& cause) const;
   void breaks(const std::string& cause) const;
   [[nodiscard]] bool broken() const;
-  [[nodiscard]] std::string why() const;
+  /// The first cause of a failure; otherwise: if whoever had it died before it was written.
+  [[nodiscard]] std::string why(const std::string& otherwise = "a rank failed") const;
   void leave(int r, const std::string& reason) const;
   /// The call that rank r is in, and that some rank has not finished.
   [[nodiscard]] std::optional<Operation> inside(int r) const;
