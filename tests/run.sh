@@ -129,7 +129,7 @@ run_binaries() {
   if [ "$preset" = tsan ]; then
     launcher=(${tsan_launcher[@]+"${tsan_launcher[@]}"})
     # Arguments, variables and plans, which no second thread touches, take a quarter of its time.
-    filter='-Launcher.*:Misuse.*:*TheLedgerIsThePlan*:*TheSplitFollowsFromTheBudget*'
+    filter='-Launcher.*:Misuse.*:*ALimitOfMemoryOrDescriptors*:*TheLedgerIsThePlan*:*TheSplitFollowsFromTheBudget*'
   fi
   rm -rf "build/$preset/results"
   mkdir -p "build/$preset/results"
