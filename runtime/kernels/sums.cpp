@@ -12,6 +12,7 @@ namespace {
 // A chunk's scratch stays in any L1 cache. Bursts of one source this short let the hardware fetch
 // the next one while the last is still added.
 constexpr std::int64_t kChunk = 512;
+constexpr std::int64_t kBlock = 64;  // that is added while the next is fetched
 constexpr int kLanes = 16;
 constexpr int kTerms = 4;  // that one pass over the result adds
 
@@ -61,15 +62,26 @@ ZSHARD_INLINE void sum_loop(const float* const* x, float* __restrict out, std::i
   const float* __restrict b = terms > 1 ? x[1] : nullptr;
   const float* __restrict c = terms > 2 ? x[2] : nullptr;
   const float* __restrict d = terms > 3 ? x[3] : nullptr;
-  for (std::int64_t i = 0; i < count; ++i) {
-    float sum = into == Into::extend ? out[i] + a[i] : a[i];
-    if constexpr (terms > 1) sum = sum + b[i];
-    if constexpr (terms > 2) sum = sum + c[i];
-    if constexpr (terms > 3) sum = sum + d[i];
-    if constexpr (into == Into::add) sum = out[i] + sum;
-    if constexpr (into == Into::start) sum = 0.0f + sum;  // a sum of -0.0 becomes +0.0
-    out[i] = sum;
+  const auto add = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      float sum = into == Into::extend ? out[i] + a[i] : a[i];
+      if constexpr (terms > 1) sum = sum + b[i];
+      if constexpr (terms > 2) sum = sum + c[i];
+      if constexpr (terms > 3) sum = sum + d[i];
+      if constexpr (into == Into::add) sum = out[i] + sum;
+      if constexpr (into == Into::start) sum = 0.0f + sum;  // a sum of -0.0 becomes +0.0
+      out[i] = sum;
+    }
+  };
+  std::int64_t begin = 0;
+  for (; begin + kBlock <= count; begin += kBlock) {
+    for (std::int64_t i = begin + kBlock; i < begin + 2 * kBlock; i += 16) {
+      for (int t = 0; t < terms; ++t) __builtin_prefetch(x[t] + i);
+      __builtin_prefetch(out + i);
+    }
+    add(begin, begin + kBlock);
   }
+  add(begin, count);
 }
 
 template <Into into>
