@@ -46,6 +46,8 @@ class Group {
  public:
   virtual ~Group() = default;
   [[nodiscard]] virtual int rank() const = 0;
+  /// Among the ranks of this machine, as its launcher counts them: which GPU is its own.
+  [[nodiscard]] virtual int local_rank() const { return rank(); }
   [[nodiscard]] virtual int size() const = 0;
   [[nodiscard]] virtual double deadline_seconds() const = 0;
 

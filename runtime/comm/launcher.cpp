@@ -7,6 +7,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <string_view>
 
 #include "zshard/error.hpp"
 #include "zshard/options.hpp"
@@ -20,16 +23,19 @@ struct Family {
   const char* launcher;
   const char* rank;
   const char* world;
+  const char* local_rank;
   const char* local_world;  // must equal the world where it is set: one machine
-  const char* job;          // names the job; null: the parent process, which is the launcher's
+  const char* job;          // names the job; null: the process that started the ranks
 };
 
 constexpr Family kFamilies[] = {
-    {"torchrun-style variables", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"},
+    {"torchrun-style variables", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+     "MASTER_PORT"},
     {"mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"},
-    {"mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", nullptr},
-    {"srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", nullptr, "SLURM_JOB_ID"},
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"},
+    {"mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", nullptr},
+    {"srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", nullptr,
+     "SLURM_JOB_ID"},
 };
 
 const char* value_of(const char* name) {
@@ -55,6 +61,35 @@ int number(const char* name, int low, int high) {
                      std::to_string(low) + " to " + std::to_string(high));
   }
   return *value;
+}
+
+/// The contents of a file of /proc; "" where it cannot be read.
+std::string contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+/// Whether a process was started with this variable set to what it is here.
+bool has_ours(const std::string& environment, const char* name) {
+  const std::string entry = std::string(name) + "=" + std::getenv(name);
+  return ('\0' + environment + '\0').find('\0' + entry + '\0') != std::string::npos;
+}
+
+/// The launcher's process, the same one for all ranks: the nearest ancestor that was not started as
+/// this rank. Scripts that start the program stand between.
+pid_t starter(const Family& family) {
+  pid_t ancestor = getppid();
+  while (ancestor > 1) {
+    const std::string proc = "/proc/" + std::to_string(ancestor);
+    const std::string environment = contents(proc + "/environ");
+    if (!has_ours(environment, family.rank) || !has_ours(environment, family.world)) break;
+    // "PID (NAME) STATE PARENT ...", and a name may hold anything.
+    const std::string stat = contents(proc + "/stat");
+    const std::size_t name_end = stat.rfind(") ");
+    if (name_end == std::string::npos || name_end + 4 > stat.size()) break;
+    ancestor = static_cast<pid_t>(std::strtol(stat.c_str() + name_end + 4, nullptr, 10));
+  }
+  return ancestor;
 }
 
 /// One launcher may start another, so families may differ. But torchrun-style variables are also
@@ -93,6 +128,9 @@ std::optional<Placement> placement_from_environment() {
                        " is not below " + family.world + "=" + std::to_string(place.world));
     }
     refuse_contradictions(family, place);
+    place.local_rank = value_of(family.local_rank) == nullptr
+                           ? place.rank
+                           : number(family.local_rank, 0, place.world - 1);
     if (value_of(family.local_world) != nullptr) {
       const int local = number(family.local_world, 1, kMostRanks);
       if (local != place.world) {
@@ -116,7 +154,7 @@ std::optional<Placement> placement_from_environment() {
       if (slurm && value_of("SLURM_STEP_ID") != nullptr)
         place.job += std::string(".") + value_of("SLURM_STEP_ID");
     } else {
-      place.job = "parent." + std::to_string(getppid());
+      place.job = "parent." + std::to_string(starter(family));
     }
     return place;
   }

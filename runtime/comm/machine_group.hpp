@@ -20,6 +20,7 @@ class MachineGroup final : public Group {
   ~MachineGroup() override;
 
   int rank() const override { return rendezvous_->rank(); }
+  int local_rank() const override { return rendezvous_->local_rank(); }
   int size() const override { return rendezvous_->world(); }
   double deadline_seconds() const override { return rendezvous_->deadline_seconds(); }
   void exchange(const ControlSignature& signature, const void* mine, void* all) override;

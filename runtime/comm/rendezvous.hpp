@@ -41,6 +41,7 @@ class Rendezvous {
   [[nodiscard]] bool alive(int r) const;
   [[nodiscard]] pid_t process(int r) const { return pids_[static_cast<std::size_t>(r)]; }
   [[nodiscard]] int rank() const { return place_.rank; }
+  [[nodiscard]] int local_rank() const { return place_.local_rank; }
   [[nodiscard]] int world() const { return place_.world; }
   [[nodiscard]] double deadline_seconds() const { return deadline_; }
 

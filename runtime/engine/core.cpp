@@ -249,8 +249,7 @@ void Core::open_device() {
                      std::to_string(gpus) + " GPUs");
   }
   parts_ = std::make_unique<DeviceParts>();
-  // All ranks are on this machine.
-  parts_->device = cuda.open(wanted >= 0 ? wanted : rank_ % gpus, rank_);
+  parts_->device = cuda.open(wanted >= 0 ? wanted : group_->local_rank() % gpus, rank_);
   parts_->kernels = cuda.make_kernels(*parts_->device);
   parts_->update = cuda.make_update(*parts_->device);
   std::int64_t free_bytes = 0;

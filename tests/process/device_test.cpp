@@ -205,6 +205,11 @@ TEST(DeviceProcesses, ARankTakesTheDeviceOfItsNumberOrOfItsOption) {
   ends = lab::run_job(3, "device placed", Json::object(), options);
   lab::expect_success(ends, "by CUDA_VISIBLE_DEVICES");
   EXPECT_EQ(devices(ends), (Json{{0}, {0}, {0}}));
+
+  for (int r = 0; r < 3; ++r) options.of_rank[r] = {{"LOCAL_RANK", std::to_string(2 - r)}};
+  ends = lab::run_job(3, "device placed", Json::object(), options);
+  lab::expect_success(ends, "by LOCAL_RANK");
+  EXPECT_EQ(devices(ends), (Json{{2}, {1}, {0}}));
 }
 
 /// Every rank ended by itself within the deadline with an error of that type that has the parts.

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <filesystem>
 #include <thread>
 
 #include "tests/process/scenario.hpp"
@@ -64,23 +65,26 @@ struct Family {
   std::string name;
   std::string rank;
   std::string world;
+  std::string local_rank;
   std::string local_world;  // "" none
   std::string job;          // "" none
 };
 
 const std::vector<Family> kFamilies = {
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"},
-    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
-     "PMIX_NAMESPACE"},
-    {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ""},
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "", "SLURM_JOB_ID"},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"},
+    {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""},
+    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID"},
 };
 
 std::vector<Variables> job_of(const Family& family, int world) {
   std::vector<Variables> ranks;
   const std::string job = lab::new_job();
   for (int r = 0; r < world; ++r) {
-    Variables v{{family.rank, std::to_string(r)}, {family.world, std::to_string(world)}};
+    Variables v{{family.rank, std::to_string(r)},
+                {family.world, std::to_string(world)},
+                {family.local_rank, std::to_string(r)}};
     if (!family.local_world.empty()) v[family.local_world] = std::to_string(world);
     if (!family.job.empty()) v[family.job] = job;
     ranks.push_back(v);
@@ -93,6 +97,24 @@ TEST(Launcher, EachFamilyOfVariablesMakesAGroup) {
     for (const int world : {1, 2, 5}) {
       expect_met(meet(job_of(family, world)), family.name + " " + std::to_string(world));
     }
+  }
+}
+
+// `mpiexec bash script.sh`: the ranks have different parents, and nothing but them names the job.
+TEST(Launcher, RanksThatScriptsStartMeet) {
+  for (const Family& family : kFamilies) {
+    auto ranks = job_of(family, 3);
+    Children children(lab::kJobSeconds);
+    for (std::size_t r = 0; r < ranks.size(); ++r) {
+      ranks[r]["ZSHARD_DEADLINE_SECONDS"] = std::to_string(kDeadline);
+      std::vector<std::string> command = lab::command_of("meet", Json::object());
+      command[0] = std::filesystem::read_symlink(command[0]);
+      for (std::size_t scripts = 0; scripts < r; ++scripts) {
+        command.insert(command.begin(), {"/bin/sh", "-c", "\"$@\"; exit $?", "script"});
+      }
+      children.start(command, ranks[r]);
+    }
+    expect_met(children.wait(), family.name);
   }
 }
 
@@ -135,6 +157,13 @@ TEST(Launcher, NonsenseIsAUsageErrorThatNamesTheVariableAndPeersHearWithinTheDea
       for (const Ending& end : meet({ranks[0], ranks[1]})) {
         expect_error(end, "UsageError", {name, c.part}, what);
         EXPECT_LT(static_cast<double>(end.time - start) * 1e-9, kSlack) << what;
+      }
+    }
+    for (const std::string value : {"3", "-1", "x"}) {
+      auto ranks = job_of(family, 3);
+      for (Variables& v : ranks) v[family.local_rank] = value;
+      for (const Ending& end : meet(ranks)) {
+        expect_error(end, "UsageError", {family.local_rank + "=" + value, "from 0 to 2"}, value);
       }
     }
     if (!family.local_world.empty()) {

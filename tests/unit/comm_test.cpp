@@ -411,6 +411,7 @@ class Environment {
  private:
   static constexpr const char* kNames[] = {"RANK",
                                            "WORLD_SIZE",
+                                           "LOCAL_RANK",
                                            "LOCAL_WORLD_SIZE",
                                            "MASTER_PORT",
                                            "PMI_RANK",
@@ -445,6 +446,7 @@ TEST(ProcessGroup, AnEnvironmentThatMakesNoSenseIsAUsageErrorThatNamesTheVariabl
       {{{"WORLD_SIZE", "99999999999999999999"}, {"RANK", "0"}}, "WORLD_SIZE=9999"},
       {{{"WORLD_SIZE", "4"}, {"RANK", "4"}}, "RANK=4"},
       {{{"WORLD_SIZE", "4"}, {"RANK", "-1"}}, "RANK=-1"},
+      {{{"WORLD_SIZE", "4"}, {"RANK", "1"}, {"LOCAL_RANK", "4"}}, "LOCAL_RANK=4"},
       {{{"OMPI_COMM_WORLD_SIZE", "4"}}, "OMPI_COMM_WORLD_RANK is not set"},
       {{{"PMI_SIZE", "2"}}, "PMI_RANK is not set"},
       {{{"SLURM_STEP_NUM_TASKS", "2"}}, "SLURM_PROCID is not set"},
