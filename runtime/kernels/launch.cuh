@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kThreads) for_each_group(std::int64_t groups, 
   for (std::int64_t g = static_cast<std::int64_t>(blockIdx.x) * kGroups + threadIdx.x / kGroupLanes;
        g < groups; g += stride) {
     double sum = body.lane(g, lane);
+    // The host's tree; that of CUB is nobody's promise.
     for (int width = kGroupLanes / 2; width > 0; width /= 2) {
       sum += __shfl_down_sync(mask, sum, static_cast<unsigned>(width), kGroupLanes);
     }

@@ -7,6 +7,8 @@
 #if defined(__CUDACC__)
 #include <cuda_runtime_api.h>
 
+#include <cub/warp/warp_reduce.cuh>
+
 #include "cuda_check.hpp"
 #define GPT_DEVICE __device__ __forceinline__
 #define GPT_BODY [=] __device__
@@ -21,7 +23,7 @@ namespace gpt::gpu {
 constexpr int kLanes = 32;
 
 /// The threads that share one row: a warp. Lane j has elements j, j + 32, ...; a sum adds each
-/// lane's own first and then the lanes by halves, the same order on the host.
+/// lane's own first and then neighbours, pairs, fours, ...: CUB's order, here and on the host.
 class Lanes {
  public:
 #if defined(__CUDACC__)
@@ -36,11 +38,7 @@ class Lanes {
   GPT_DEVICE T sum(std::int64_t count, Term term) const {
     T value = 0;
     for (std::int64_t i = threadIdx.x % kLanes; i < count; i += kLanes) value += term(i);
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-      value += __shfl_xor_sync(0xFFFFFFFFu, value, half);
-    }
-    __syncwarp();
-    return value;
+    return reduce(value, [](T a, T b) { return a + b; });
   }
   /// The largest term(i) of at least one, on every lane; NaNs are left out.
   template <class Term>
@@ -49,17 +47,29 @@ class Lanes {
     for (std::int64_t i = threadIdx.x % kLanes; i < count; i += kLanes) {
       value = fmaxf(value, term(i));
     }
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-      value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, half));
-    }
-    __syncwarp();
-    return value;
+    return reduce(value, [](float a, float b) { return fmaxf(a, b); });
   }
   /// f() on one lane.
   template <class Function>
   GPT_DEVICE void once(Function f) const {
     if (threadIdx.x % kLanes == 0) f();
     __syncwarp();
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xFFFFFFFFu;
+
+  /// The lanes' values in one, on every lane.
+  template <class T, class Both>
+  GPT_DEVICE static T reduce(T value, Both both) {
+    using Reduce = cub::WarpReduce<T, kLanes>;
+    // Of a whole warp it exchanges registers and has nothing to store.
+    typename Reduce::TempStorage none;
+    static_assert(sizeof none <= 1);
+    value = __shfl_sync(kAll, Reduce(none).Reduce(value, both), 0);
+    // What the lanes read for it is read before any of them writes.
+    __syncwarp();
+    return value;
   }
 #else
   template <class Function>
@@ -70,8 +80,8 @@ class Lanes {
   T sum(std::int64_t count, Term term) const {
     T lane[kLanes] = {};
     for (std::int64_t i = 0; i < count; ++i) lane[i % kLanes] += term(i);
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-      for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
+    for (int apart = 1; apart < kLanes; apart *= 2) {
+      for (int j = 0; j < kLanes; j += 2 * apart) lane[j] += lane[j + apart];
     }
     return lane[0];
   }
