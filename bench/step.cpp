@@ -356,7 +356,8 @@ void add_rows(Ranks ranks, Budget budget) {
   add({.name = "/peak memory",
        .unit = "MiB",
        .limit = "one program of the pair",
-       .target = "ratio <= 0.60",
+       // Who gathers everything has chosen speed over memory.
+       .target = budget == Budget::lean ? "ratio <= 0.60" : "",
        .peers = "perf.md: pair of torch 2588, DDP 2894, FSDP2 2890-2931, DeepSpeed stage 3 3828"},
       [](const auto& line) {
         return bench::Sample{line[3], line[4], line[0]};
