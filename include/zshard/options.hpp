@@ -53,7 +53,7 @@ struct EngineOptions {
   MasterWeights master = MasterWeights::f32;  ///< changes bits
   Moments moments = Moments::f32;             ///< changes bits
   double loss_scale = 1.0;                    ///< constant factor that the loop puts on its loss
-  std::int64_t sub_group_bytes = 8 << 20;     ///< fp32 state that the optimizer processes at a time
+  std::int64_t sub_group_bytes = 16 << 20;    ///< fp32 state that the optimizer processes at a time
   std::optional<std::int64_t> device_budget{};  ///< refuse to start above it
   std::optional<std::int64_t> host_budget{};    ///< refuse to start above it
   double deadline_seconds = 600.0;              ///< how long a collective waits for a slow rank

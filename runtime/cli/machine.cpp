@@ -29,7 +29,7 @@ namespace zshard::cli {
 namespace {
 
 constexpr unsigned kProbeEntries = 8;
-constexpr std::int64_t kProbeBytes = std::int64_t{64} << 20;  // a sub-group of the default size
+constexpr std::int64_t kProbeBytes = std::int64_t{64} << 20;
 
 std::string reason_of(int error) {
   return std::generic_category().message(error);

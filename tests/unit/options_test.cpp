@@ -144,7 +144,7 @@ TEST(OptionTable, GivesTheDefaultsOfTheStruct) {
     EXPECT_EQ(get_option(EngineOptions{}, info.name), info.default_value) << info.name;
   }
   EXPECT_EQ(get_option(EngineOptions{}, "stage"), "parameters");
-  EXPECT_EQ(get_option(EngineOptions{}, "sub_group_bytes"), "8388608");
+  EXPECT_EQ(get_option(EngineOptions{}, "sub_group_bytes"), "16777216");
   EXPECT_EQ(get_option(EngineOptions{}, "gather_budget"), "");
   EXPECT_EQ(get_option(EngineOptions{}, "loss_scale"), "1");
   EXPECT_EQ(get_option(EngineOptions{}, "deadline_seconds"), "600");
