@@ -47,17 +47,17 @@ Function* function(const char* name) {
 std::shared_ptr<Compute> make_compute(const Config& config, const zshard::ProcessGroup& group) {
   if (config.engine.device == zshard::DeviceKind::host) return make_host_compute();
   Compute* compute = function<decltype(gpt_cuda_compute)>("gpt_cuda_compute")(
-      config.engine.device_index, group.rank(), config.dtype == zshard::DType::bf16);
+      config.engine.device_index, group.local_rank(), config.dtype == zshard::DType::bf16);
   return std::shared_ptr<Compute>(compute);
 }
 
-GpuFacts gpu_facts(const Config& config, int rank) {
+GpuFacts gpu_facts(const Config& config, int local_rank) {
   GpuFacts facts;
   try {
     char name[256] = {};
-    function<decltype(gpt_cuda_facts)>("gpt_cuda_facts")(config.engine.device_index, rank, name,
-                                                         static_cast<int>(sizeof name), &facts.gpus,
-                                                         &facts.free_bytes, &facts.total_bytes);
+    function<decltype(gpt_cuda_facts)>("gpt_cuda_facts")(
+        config.engine.device_index, local_rank, name, static_cast<int>(sizeof name), &facts.gpus,
+        &facts.free_bytes, &facts.total_bytes);
     facts.name = name;
   } catch (const zshard::DeviceError& error) {
     refuse(error.what());

@@ -26,6 +26,6 @@ std::shared_ptr<Compute> make_compute(const Config& config, const zshard::Proces
 
 /// The GPU that this rank of a machine's is to use. Throws ConfigError that says what is missing: a
 /// build with CUDA, a library, a driver, a GPU.
-GpuFacts gpu_facts(const Config& config, int rank);
+GpuFacts gpu_facts(const Config& config, int local_rank);
 
 }  // namespace gpt

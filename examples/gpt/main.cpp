@@ -35,7 +35,7 @@ int main(int argc, char** argv) {
       });
     } else {
       const zshard::ProcessGroup group = zshard::ProcessGroup::from_environment();
-      gpt::check_machine(*config, data, group.rank(), 1, group.size());
+      gpt::check_machine(*config, data, group.local_rank(), 1, group.size());
       gpt::run_session(*config, data, group);
     }
     return 0;

@@ -64,7 +64,7 @@ int ranks_of_a_gpu(const Config& config, int local_ranks, int gpus) {
 
 }  // namespace
 
-void check_machine(const Config& config, const Dataset& data, int first_rank, int local_ranks,
+void check_machine(const Config& config, const Dataset& data, int first_local_rank, int local_ranks,
                    int world) {
   constexpr double kGiB = 1024.0 * kMiB;
   const std::int64_t rows = Trainer::largest_batch(config, data, world);
@@ -76,7 +76,7 @@ void check_machine(const Config& config, const Dataset& data, int first_rank, in
                     rows, config.shape.context));
   }
   std::optional<GpuFacts> gpu;
-  if (on_gpu(config)) gpu = gpu_facts(config, first_rank);
+  if (on_gpu(config)) gpu = gpu_facts(config, first_local_rank);
   const GptSpec spec = make_spec(config);
   const zshard::MemoryPlan plan =
       plan_memory(spec.model, make_optimizer(config), world, config.engine);

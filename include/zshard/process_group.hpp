@@ -38,6 +38,9 @@ class ProcessGroup {
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
+  /// The rank's number on its machine, as its launcher counts (LOCAL_RANK and the like), else
+  /// rank(). The engine's GPU is this modulo the GPUs, unless device_index says another.
+  [[nodiscard]] int local_rank() const;
 
   /// all[r * mine.size() ... ) = rank r's `mine`. Throws UsageError if all.size() != size() *
   /// mine.size().

@@ -40,6 +40,9 @@ int ProcessGroup::rank() const {
 int ProcessGroup::size() const {
   return group_->size();
 }
+int ProcessGroup::local_rank() const {
+  return group_->local_rank();
+}
 
 void ProcessGroup::all_gather(std::span<const std::byte> mine, std::span<std::byte> all) const {
   if (all.size() != mine.size() * static_cast<std::size_t>(size())) {

@@ -43,6 +43,7 @@ struct Files {
   std::mutex mutex;
   int descriptor[kMostDevices];
   bool mapped[kMostDevices] = {};
+  bool open = false;
 };
 
 Files& files() {
@@ -76,11 +77,24 @@ std::uintptr_t map_device(int device) {
   const int descriptor = memfd_create("simulated device", MFD_CLOEXEC);
   require(descriptor >= 0, "simulator: memfd_create");
   require(ftruncate(descriptor, kMostBytes) == 0, "simulator: ftruncate");
-  map_fixed(first, PROT_NONE, descriptor);
+  map_fixed(first, all.open ? PROT_READ | PROT_WRITE : PROT_NONE, descriptor);
   map_fixed(first + kSpace, PROT_READ | PROT_WRITE, descriptor);
   all.descriptor[device] = descriptor;
   all.mapped[device] = true;
   return first;
+}
+
+void open_memory(bool open) {
+  Files& all = files();
+  const std::lock_guard lock(all.mutex);
+  all.open = open;
+  for (int device = 0; device < kMostDevices; ++device) {
+    if (!all.mapped[device]) continue;
+    void* const first =
+        reinterpret_cast<void*>(space() + static_cast<std::uintptr_t>(device) * kSlot);
+    require(mprotect(first, kSlot, open ? PROT_READ | PROT_WRITE : PROT_NONE) == 0,
+            "simulator: access to device memory");
+  }
 }
 
 void drop_pages(int device, std::uintptr_t begin, std::uintptr_t end) {

@@ -19,6 +19,8 @@ int device_of(std::uintptr_t address);
 std::uint64_t offset_of(std::uintptr_t address);
 /// Maps the memory of the device, at the first call; its first address.
 std::uintptr_t map_device(int device);
+/// Whether the address that cudaMalloc hands out may be touched too.
+void open_memory(bool open);
 /// Gives the pages of [begin, end) back; they read as zeros then.
 void drop_pages(int device, std::uintptr_t begin, std::uintptr_t end);
 /// The address that code of the simulator uses.

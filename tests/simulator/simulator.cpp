@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "tests/simulator/memory.hpp"
 #include "tests/simulator/queue.hpp"
 #include "tests/simulator/state.hpp"
 
@@ -63,6 +64,11 @@ std::string Race::text() const {
 
 void reset() {
   State::get().reset();
+  open_memory(false);
+}
+
+void set_open_memory(bool on) {
+  open_memory(on);
 }
 
 void set_devices(int count) {

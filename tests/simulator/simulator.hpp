@@ -80,6 +80,9 @@ void reset();
 void set_devices(int count);
 /// Bytes of each device (default 1 GiB, at most 4 GiB); memory is taken as it is touched.
 void set_device_memory(std::int64_t bytes);
+/// Whether device memory can be touched at its own address too (default false), for kernels that
+/// declare nothing and do not know reach(). Host code that touches it is not found then.
+void set_open_memory(bool on);
 /// Mean of the random delay before a task (default 5 us; 0 none). Each stream draws from its own
 /// generator, seeded by `seed` and the order in which the streams were made; also for the streams
 /// that exist.

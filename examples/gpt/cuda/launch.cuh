@@ -1,5 +1,6 @@
 // How the model's kernels run: on a GPU where nvcc compiles them, one after another on the calling
-// thread where a C++ compiler does. A kernel is written once, as what one element or one row needs.
+// thread where a C++ compiler does, or where a test puts them. A kernel is written once, as what
+// one element or one row needs.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,11 @@
 #include <cmath>
 #define GPT_DEVICE inline
 #define GPT_BODY [=]
+#endif
+
+// A test's header, whose gpt::gpu::run_task() takes the place of the one below.
+#if defined(GPT_TASKS)
+#include GPT_TASKS
 #endif
 
 namespace gpt::gpu {
@@ -123,6 +129,13 @@ inline unsigned blocks_for(std::int64_t count, std::int64_t of_block) {
   return static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
 }
 
+#elif !defined(GPT_TASKS)
+
+template <class Task>
+void run_task(const char* /*name*/, void* /*stream*/, Task task) {
+  task();
+}
+
 #endif
 
 /// body(i) for i in [0, count), in any order, on `stream`.
@@ -134,9 +147,9 @@ void for_elements(const char* name, void* stream, std::int64_t count, Body body)
       count, body);
   check_cuda(cudaGetLastError(), name, __FILE__, __LINE__);
 #else
-  (void)name;
-  (void)stream;
-  for (std::int64_t i = 0; i < count; ++i) body(i);
+  run_task(name, stream, [count, body] {
+    for (std::int64_t i = 0; i < count; ++i) body(i);
+  });
 #endif
 }
 
@@ -149,9 +162,9 @@ void for_rows(const char* name, void* stream, std::int64_t count, Body body) {
              static_cast<cudaStream_t>(stream)>>>(count, body);
   check_cuda(cudaGetLastError(), name, __FILE__, __LINE__);
 #else
-  (void)name;
-  (void)stream;
-  for (std::int64_t row = 0; row < count; ++row) body(Lanes{}, row);
+  run_task(name, stream, [count, body] {
+    for (std::int64_t row = 0; row < count; ++row) body(Lanes{}, row);
+  });
 #endif
 }
 

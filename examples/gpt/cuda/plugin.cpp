@@ -11,7 +11,7 @@
 namespace {
 
 // A number of the machine's, see plugin.hpp; how many there are in `gpus`.
-int choose(int ordinal, int rank, int& gpus) {
+int choose(int ordinal, int local_rank, int& gpus) {
   gpus = 0;
   GPT_CUDA(cudaGetDeviceCount(&gpus));
   if (gpus == 0) throw zshard::DeviceError("this machine has no GPU that CUDA can use");
@@ -19,20 +19,21 @@ int choose(int ordinal, int rank, int& gpus) {
     throw zshard::DeviceError("GPU " + std::to_string(ordinal) + " does not exist; there are " +
                               std::to_string(gpus) + ", numbered from 0");
   }
-  return ordinal >= 0 ? ordinal : rank % gpus;
+  return ordinal >= 0 ? ordinal : local_rank % gpus;
 }
 
 }  // namespace
 
-gpt::Compute* gpt_cuda_compute(int ordinal, int rank, bool bf16) {
+gpt::Compute* gpt_cuda_compute(int ordinal, int local_rank, bool bf16) {
   int gpus = 0;
-  return gpt::gpu::make_gpu_compute(gpt::gpu::open_cuda_queue(choose(ordinal, rank, gpus)), bf16)
+  return gpt::gpu::make_gpu_compute(gpt::gpu::open_cuda_queue(choose(ordinal, local_rank, gpus)),
+                                    bf16)
       .release();
 }
 
-void gpt_cuda_facts(int ordinal, int rank, char* name, int name_bytes, int* gpus,
+void gpt_cuda_facts(int ordinal, int local_rank, char* name, int name_bytes, int* gpus,
                     std::int64_t* free_bytes, std::int64_t* total_bytes) {
-  const int chosen = choose(ordinal, rank, *gpus);
+  const int chosen = choose(ordinal, local_rank, *gpus);
   GPT_CUDA(cudaSetDevice(chosen));
   cudaDeviceProp properties;
   GPT_CUDA(cudaGetDeviceProperties(&properties, chosen));

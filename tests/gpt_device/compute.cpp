@@ -1,0 +1,2 @@
+// The kernels' own text, compiled as C++.
+#include "gpt/cuda/compute.cu"
