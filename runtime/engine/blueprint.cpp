@@ -235,6 +235,11 @@ std::vector<EngineOptions> changes(const Blueprint& b, int world) {
         if (*tier == Tier::nvme) *tier = Tier::device;
       }
       o.offload.optimizer_nvme_bytes.reset();
+      // State on a GPU is updated there.
+      if (o.device != DeviceKind::host && o.offload.optimizer == Tier::device &&
+          o.offload.update_on == UpdateOn::host) {
+        o.offload.update_on = UpdateOn::automatic;
+      }
     });
   }
   add(now, [](EngineOptions& o) { o.behind = 0; });

@@ -281,6 +281,28 @@ TEST(Plan, AdviceFits) {
   EXPECT_GT(different, 4U);
 }
 
+// State on a GPU is updated there: advice to put it there takes back the host's cores.
+TEST(Plan, AdviceToMoveTheStateUpToTheGpuMovesTheUpdateToo) {
+  for (const char* update : {"auto", "host", "device"}) {
+    for (const char* budget : {"4MiB", "6MiB"}) {
+      const Arguments job = {"plan",   "--json",   "--preset",      "gpt2",     "--world",
+                             "4",      "--device", "cuda",          "--memory", "1TiB",
+                             "--disk", "1TiB",     "--host-budget", budget};
+      const Arguments disk = {"--offload-optimizer", "nvme", "--update-on", update};
+      const Ending end = run_tool(job + disk);
+      ASSERT_EQ(end.code(), 1) << end.text();
+      const auto change = end.said().at("change").get<std::string>();
+      const bool moves = change.find("offload.optimizer = device") != std::string::npos;
+      EXPECT_EQ(moves, std::string(update) != "device" || std::string(budget) == "4MiB") << change;
+      EXPECT_EQ(change.find("update_on = auto") != std::string::npos,
+                moves && std::string(update) == "host")
+          << change;
+      const Ending again = run_tool(job + disk + arguments_of(change));
+      EXPECT_EQ(again.code(), 0) << change << "\n" << again.text();
+    }
+  }
+}
+
 TEST(Plan, LargestIsTheLastThatFits) {
   for (const char* stage : {"0", "2", "3"}) {
     const Arguments job = {"plan",    "--json", "--width",  "256",    "--world", "2",
