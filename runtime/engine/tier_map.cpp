@@ -40,6 +40,11 @@ std::int64_t group_elements(std::int64_t sub_group_bytes, int slots) {
          (elements % kGroupQuantum != 0 ? kGroupQuantum : 0);
 }
 
+/// Groups of at most `most` that `count` makes.
+std::int64_t groups_of(std::int64_t count, std::int64_t most) {
+  return count / most + (count % most != 0 ? 1 : 0);
+}
+
 class Builder {
  public:
   Builder(const shard::Layout& layout, const TierInput& input) : layout_(layout), input_(input) {
@@ -112,40 +117,74 @@ class Builder {
     const std::int64_t wanted = wanted_on_disk(all);
     const double share = all == 0 ? 0.0 : static_cast<double>(wanted) / static_cast<double>(all);
     const std::int64_t most = group_elements(input_.sub_group_bytes, input_.slots);
-    std::int64_t seen = 0;
-    std::int64_t moved = 0;
+    split_state(all, wanted, share, most);
+    std::int64_t count = 0;
+    for (std::size_t u = 0; u < map_.units.size(); ++u) {
+      for (std::size_t s = 0; s < map_.units[u].segments.size(); ++s) {
+        const Cut cut = cut_of(u, s, most);
+        count = checked_sum(count, groups_of(cut.elements, cut.most));
+      }
+    }
+    if (count > kMostGroups) {
+      throw UsageError("option sub_group_bytes: " + std::to_string(input_.sub_group_bytes) +
+                       " cuts this model into " + std::to_string(count) +
+                       " sub-groups a rank, more than " + std::to_string(kMostGroups) +
+                       "; raise it");
+    }
+    map_.groups.reserve(static_cast<std::size_t>(count));
     for (std::size_t u = 0; u < map_.units.size(); ++u) {
       TierMap::Unit& unit = map_.units[u];
       unit.first_group = static_cast<std::int32_t>(map_.groups.size());
       for (std::size_t s = 0; s < unit.segments.size(); ++s) {
-        const shard::Segment& seg = layout_.units()[u].segments[s];
-        if (!seg.trained()) continue;
-        const std::int64_t each = 4 * parts_of(seg, input_.slots);
-        const std::int64_t elements = updated(seg, input_.stage);
-        seen = checked_sum(seen, each * elements);
-        // Every unit sends the same share to disk, in whole sub-groups, so that transfers and
-        // updates alternate all along a step.
-        const bool last = seen == all;
-        const std::int64_t due =
-            last ? wanted : static_cast<std::int64_t>(share * static_cast<double>(seen));
-        const std::int64_t groups = (elements + most - 1) / most;
-        std::int64_t kept = groups;
-        std::int64_t sent = 0;
-        while (kept > 0 && each != 0 && moved + sent < due) {
-          --kept;
-          sent = each * (elements - kept * most);
-        }
-        moved += sent;
-        unit.segments[s].kept = std::min(elements, kept * most);
-        const bool cut = moves(unit.segments[s], seg, elements);
-        const std::int64_t each_group = cut ? most : elements;
-        for (std::int64_t first = 0; first < elements; first += each_group) {
-          add_group(static_cast<std::int32_t>(u), static_cast<std::int32_t>(s), seg, first,
-                    std::min(each_group, elements - first), first >= unit.segments[s].kept);
+        const Cut cut = cut_of(u, s, most);
+        for (std::int64_t first = 0; first < cut.elements; first += cut.most) {
+          add_group(static_cast<std::int32_t>(u), static_cast<std::int32_t>(s),
+                    layout_.units()[u].segments[s], first, std::min(cut.most, cut.elements - first),
+                    first >= unit.segments[s].kept);
         }
       }
       unit.groups = static_cast<std::int32_t>(map_.groups.size()) - unit.first_group;
     }
+  }
+
+  /// Sets which elements of each segment's state stay in memory, `wanted` bytes of `all` at least
+  /// going to disk in groups of `most` elements.
+  void split_state(std::int64_t all, std::int64_t wanted, double share, std::int64_t most) {
+    std::int64_t seen = 0;
+    std::int64_t moved = 0;
+    for (std::size_t u = 0; u < map_.units.size(); ++u) {
+      for (std::size_t s = 0; s < map_.units[u].segments.size(); ++s) {
+        const shard::Segment& seg = layout_.units()[u].segments[s];
+        if (!seg.trained()) continue;
+        const std::int64_t each = std::int64_t{4} * parts_of(seg, input_.slots);
+        const std::int64_t elements = updated(seg, input_.stage);
+        seen = checked_sum(seen, each * elements);
+        // Every unit sends the same share to disk, in whole sub-groups, so that transfers and
+        // updates alternate all along a step.
+        const std::int64_t due =
+            seen == all ? wanted : static_cast<std::int64_t>(share * static_cast<double>(seen));
+        std::int64_t kept = elements;
+        if (each != 0 && moved < due) {
+          const std::int64_t sent = std::min(elements, groups_of(due - moved, each));
+          kept = (elements - sent) / most * most;
+        }
+        moved += each * (elements - kept);
+        map_.units[u].segments[s].kept = kept;
+      }
+    }
+  }
+
+  /// The elements of a segment that the rank updates, and how many of them a group has at most.
+  struct Cut {
+    std::int64_t elements = 0;
+    std::int64_t most = 1;
+  };
+  [[nodiscard]] Cut cut_of(std::size_t u, std::size_t s, std::int64_t most) const {
+    const shard::Segment& seg = layout_.units()[u].segments[s];
+    if (!seg.trained()) return {};
+    const std::int64_t elements = updated(seg, input_.stage);
+    const bool cut = moves(map_.units[u].segments[s], seg, elements);
+    return {elements, cut ? most : std::max<std::int64_t>(elements, 1)};
   }
 
   /// Whether the step moves anything of it; else it is one group.
@@ -157,7 +196,7 @@ class Builder {
   }
 
   // A table of groups that does not fit memory itself helps nobody.
-  static constexpr std::size_t kMostGroups = std::size_t{1} << 24;
+  static constexpr std::int64_t kMostGroups = std::int64_t{1} << 24;
 
   void add_group(std::int32_t u, std::int32_t s, const shard::Segment& seg, std::int64_t first,
                  std::int64_t count, bool to_disk) {
@@ -187,11 +226,6 @@ class Builder {
     if (segment.gradient >= 0 && input_.stage != Stage::replicated) {
       g.gradient_bytes = blocks(4 * count);
       g.gradient = unit.gradients.offset + segment.gradient + 4 * first;
-    }
-    if (map_.groups.size() == kMostGroups) {
-      throw UsageError("option sub_group_bytes: " + std::to_string(input_.sub_group_bytes) +
-                       " cuts this model into more than " + std::to_string(kMostGroups) +
-                       " sub-groups a rank; raise it");
     }
     map_.groups.push_back(g);
   }

@@ -500,6 +500,33 @@ TEST(Offload, StepReportsTellWhatMovedAndHowLongItTook) {
   }
 }
 
+// The table of 2^24 sub-groups alone takes more than a GiB.
+TEST(Offload, TooManySubGroupsAreCountedNotMade) {
+  std::ofstream peak("/proc/self/clear_refs");
+  if (!(peak << "5" << std::flush)) GTEST_SKIP() << "no reset of the process' peak counter here";
+  const std::int64_t before = status("VmRSS");
+  constexpr std::int64_t kLeast = 2048;  // elements of the smallest sub-group
+  for (const std::int64_t groups : {(std::int64_t{1} << 24) + 1, std::int64_t{1} << 40}) {
+    ModelSpec spec;
+    spec.unit("a").parameter("a", {kLeast + 1}, {.dtype = DType::bf16});
+    spec.unit("b").parameter("b", {kLeast * (groups - 2)}, {.dtype = DType::bf16});
+    for (const int stage : {0, 1, 2, 3}) {
+      for (const auto tiers : {lab::kOptimizerNvme, lab::kAllNvme}) {
+        EngineOptions options = on_disk(stage, tiers);
+        const Outcome got = lab::outcome([&] { plan_memory(spec, AdamW{}, 1, options); });
+        lab::expect(got, "UsageError",
+                    {"sub_group_bytes: 4096 cuts this model into " + std::to_string(groups) +
+                         " sub-groups a rank",
+                     "more than 16777216; raise it"},
+                    "stage " + std::to_string(stage));
+      }
+      // What a step does not move is not cut.
+      EXPECT_NO_THROW(plan_memory(spec, AdamW{}, 1, on_disk(stage, lab::kOptimizerHost)));
+    }
+  }
+  EXPECT_LE(status("VmHWM") - before, 64 * 1024) << "kB";
+}
+
 #ifndef ZSHARD_SANITIZER  // they keep shadow memory: the process' peak says nothing
 TEST(Offload, TheProcessPeaksBelowThePlanInitialisationIncluded) {
   std::ofstream peak("/proc/self/clear_refs");
