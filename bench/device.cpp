@@ -35,6 +35,9 @@ using zshard::device::NativeStream;
 using zshard::engine::accelerator;
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+/// Repetitions of rows that take and pin host memory: about a second each, and all rows together
+/// have two minutes (tests/gpu/run.sh).
+constexpr int kOfHostMemory = 3;
 
 /// Of one buffer.
 std::int64_t buffer_bytes() {
@@ -151,33 +154,36 @@ double device_copy_speed(Machine& m, const Memory& from, const Memory& to, std::
 
 /// Pieces as the engine's sub-groups, against the whole in one call.
 void add_transfer(const std::shared_ptr<Machine>& m, bool to_host, bool pinned) {
-  bench::add({.name = fmt::format("{}/{}", to_host ? "device to host" : "host to device",
-                                  pinned ? "pinned" : "pageable"),
-              .unit = "GB/s",
-              .limit = "one copy of the whole buffer, pinned",
-              .target = pinned ? "ratio >= 0.90" : "",
-              .peers = "",
-              .measure = [=] {
-                const std::int64_t bytes = buffer_bytes();
-                const std::int64_t piece = 8 * kMiB;
-                Memory on_device(*m->device, bytes);
-                HostMemory whole(*m->device, bytes, true);
-                HostMemory cut(*m->device, bytes, pinned);
-                Lane& lane = to_host ? m->down : m->up;
-                const auto move = [&](const HostMemory& host, std::int64_t at, std::int64_t count) {
-                  std::byte* here = host.bytes() + at;
-                  std::byte* there = on_device.bytes() + at;
-                  m->device->copy(to_host ? here : there, to_host ? there : here, count,
-                                  lane.stream());
-                };
-                const double seconds = queued(lane, [&] {
-                  for (std::int64_t at = 0; at < bytes; at += piece) {
-                    move(cut, at, std::min(piece, bytes - at));
-                  }
-                });
-                const double limit = queued(lane, [&] { move(whole, 0, bytes); });
-                return bench::Sample{gigabytes(bytes, seconds), gigabytes(bytes, limit), seconds};
-              }});
+  bench::add(
+      {.name = fmt::format("{}/{}", to_host ? "device to host" : "host to device",
+                           pinned ? "pinned" : "pageable"),
+       .unit = "GB/s",
+       .limit = "one copy of the whole buffer, pinned",
+       .target = pinned ? "ratio >= 0.90" : "",
+       .peers = "",
+       .measure =
+           [=] {
+             const std::int64_t bytes = buffer_bytes();
+             const std::int64_t piece = 8 * kMiB;
+             Memory on_device(*m->device, bytes);
+             HostMemory whole(*m->device, bytes, true);
+             HostMemory cut(*m->device, bytes, pinned);
+             Lane& lane = to_host ? m->down : m->up;
+             const auto move = [&](const HostMemory& host, std::int64_t at, std::int64_t count) {
+               std::byte* here = host.bytes() + at;
+               std::byte* there = on_device.bytes() + at;
+               m->device->copy(to_host ? here : there, to_host ? there : here, count,
+                               lane.stream());
+             };
+             const double seconds = queued(lane, [&] {
+               for (std::int64_t at = 0; at < bytes; at += piece) {
+                 move(cut, at, std::min(piece, bytes - at));
+               }
+             });
+             const double limit = queued(lane, [&] { move(whole, 0, bytes); });
+             return bench::Sample{gigabytes(bytes, seconds), gigabytes(bytes, limit), seconds};
+           },
+       .repetitions = kOfHostMemory});
 }
 
 void add_device_copy(const std::shared_ptr<Machine>& m) {
@@ -288,53 +294,55 @@ void add_overlap(const std::shared_ptr<Machine>& m) {
               .limit = "the longest of the three alone",
               .target = "ratio <= 1.25",
               .peers = "",
-              .measure = [=] {
-                const std::int64_t bytes = buffer_bytes();
-                const std::int64_t count = bytes / 4;
-                std::vector<std::unique_ptr<Memory>> b;
-                for (int i = 0; i < 6; ++i)
-                  b.push_back(std::make_unique<Memory>(*m->device, bytes));
-                HostMemory to(*m->device, bytes, true);
-                HostMemory from(*m->device, bytes, true);
-                const auto rule = zshard::optimizers::make_adamw({});
-                const zshard::optimizers::Elements elements{
-                    .parameter = b[0]->floats(),
-                    .slots = {b[1]->floats(), b[2]->floats()},
-                    .gradient = b[3]->floats(),
-                    .count = count};
-                const auto constants = rule->constants(rule->defaults(), 1);
-                const auto copy_down = [&] {
-                  m->device->copy(to.bytes(), b[4]->bytes(), bytes, m->down.stream());
-                };
-                const auto copy_up = [&] {
-                  m->device->copy(b[5]->bytes(), from.bytes(), bytes, m->up.stream());
-                };
-                // So many that the kernels take about as long as a copy.
-                int updates = 1;
-                const auto update = [&] {
-                  for (int i = 0; i < updates; ++i) {
-                    m->update->run(*rule, elements, constants, 1, m->compute.stream());
-                  }
-                };
-                const double down = queued(m->down, copy_down);
-                const double up = queued(m->up, copy_up);
-                const double one = queued(m->compute, update);
-                updates = std::clamp(static_cast<int>(std::max(down, up) / one), 1, 1000);
-                const double compute = queued(m->compute, update);
-                const double together = bench::timed([&] {
-                                          for (int i = repeats(); i > 0; --i) {
-                                            copy_down();
-                                            copy_up();
-                                            update();
-                                          }
-                                          m->down.finish();
-                                          m->up.finish();
-                                          m->compute.finish();
-                                        }) /
-                                        repeats();
-                const double limit = std::max({down, up, compute});
-                return bench::Sample{together * 1e3, limit * 1e3, together};
-              }});
+              .measure =
+                  [=] {
+                    const std::int64_t bytes = buffer_bytes();
+                    const std::int64_t count = bytes / 4;
+                    std::vector<std::unique_ptr<Memory>> b;
+                    for (int i = 0; i < 6; ++i)
+                      b.push_back(std::make_unique<Memory>(*m->device, bytes));
+                    HostMemory to(*m->device, bytes, true);
+                    HostMemory from(*m->device, bytes, true);
+                    const auto rule = zshard::optimizers::make_adamw({});
+                    const zshard::optimizers::Elements elements{
+                        .parameter = b[0]->floats(),
+                        .slots = {b[1]->floats(), b[2]->floats()},
+                        .gradient = b[3]->floats(),
+                        .count = count};
+                    const auto constants = rule->constants(rule->defaults(), 1);
+                    const auto copy_down = [&] {
+                      m->device->copy(to.bytes(), b[4]->bytes(), bytes, m->down.stream());
+                    };
+                    const auto copy_up = [&] {
+                      m->device->copy(b[5]->bytes(), from.bytes(), bytes, m->up.stream());
+                    };
+                    // So many that the kernels take about as long as a copy.
+                    int updates = 1;
+                    const auto update = [&] {
+                      for (int i = 0; i < updates; ++i) {
+                        m->update->run(*rule, elements, constants, 1, m->compute.stream());
+                      }
+                    };
+                    const double down = queued(m->down, copy_down);
+                    const double up = queued(m->up, copy_up);
+                    const double one = queued(m->compute, update);
+                    updates = std::clamp(static_cast<int>(std::max(down, up) / one), 1, 1000);
+                    const double compute = queued(m->compute, update);
+                    const double together = bench::timed([&] {
+                                              for (int i = repeats(); i > 0; --i) {
+                                                copy_down();
+                                                copy_up();
+                                                update();
+                                              }
+                                              m->down.finish();
+                                              m->up.finish();
+                                              m->compute.finish();
+                                            }) /
+                                            repeats();
+                    const double limit = std::max({down, up, compute});
+                    return bench::Sample{together * 1e3, limit * 1e3, together};
+                  },
+              .repetitions = kOfHostMemory});
 }
 
 // -- the update of state in host memory --
@@ -384,27 +392,29 @@ void add_update(const std::shared_ptr<Machine>& m, zshard::UpdateOn on) {
               .limit = "the copies alone, pinned, a parameter",
               .target = "",
               .peers = "",
-              .measure = [=] {
-                const std::int64_t elements = buffer_bytes() / 4;
-                const double seconds = update_seconds(elements, on);
-                const std::int64_t bytes = buffer_bytes();
-                Memory a(*m->device, bytes);
-                Memory b(*m->device, bytes);
-                HostMemory to(*m->device, bytes, true);
-                HostMemory from(*m->device, bytes, true);
-                const double both = queued(m->down, [&] {
-                  m->device->copy(to.bytes(), a.bytes(), bytes, m->down.stream());
-                  m->device->copy(b.bytes(), from.bytes(), bytes, m->up.stream());
-                  m->up.finish();
-                });
-                const double down = queued(m->down, [&] {
-                  m->device->copy(to.bytes(), a.bytes(), bytes, m->down.stream());
-                });
-                // Buffers hold 4 bytes of each parameter.
-                const double limit = by_device ? 3 * both : down;
-                const double scale = 1e9 / static_cast<double>(elements);
-                return bench::Sample{seconds * scale, limit * scale, seconds};
-              }});
+              .measure =
+                  [=] {
+                    const std::int64_t elements = buffer_bytes() / 4;
+                    const double seconds = update_seconds(elements, on);
+                    const std::int64_t bytes = buffer_bytes();
+                    Memory a(*m->device, bytes);
+                    Memory b(*m->device, bytes);
+                    HostMemory to(*m->device, bytes, true);
+                    HostMemory from(*m->device, bytes, true);
+                    const double both = queued(m->down, [&] {
+                      m->device->copy(to.bytes(), a.bytes(), bytes, m->down.stream());
+                      m->device->copy(b.bytes(), from.bytes(), bytes, m->up.stream());
+                      m->up.finish();
+                    });
+                    const double down = queued(m->down, [&] {
+                      m->device->copy(to.bytes(), a.bytes(), bytes, m->down.stream());
+                    });
+                    // Buffers hold 4 bytes of each parameter.
+                    const double limit = by_device ? 3 * both : down;
+                    const double scale = 1e9 / static_cast<double>(elements);
+                    return bench::Sample{seconds * scale, limit * scale, seconds};
+                  },
+              .repetitions = kOfHostMemory});
 }
 
 // -- between GPUs --

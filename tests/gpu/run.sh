@@ -26,10 +26,10 @@ parts=(
   "machine 30 GPU, driver, CUDA and NCCL that the program finds"
   "kernels 60 kernels and optimizers give the CPU's bits on the GPU"
   "engine 120 stages 0 to 3 give the oracle's bits: one rank, and more where there are GPUs"
-  "stages 60 gpt: the same digests at stages 0 to 3"
+  "stages 90 gpt: the same digests at stages 0 to 3"
   "offload 90 gpt: the same digests with what can leave the GPU in pinned host memory and on nvme"
   "two_ranks 60 two ranks on one GPU, where NCCL allows it (2.30 and later)"
-  "bandwidth 60 copies, kernels against the device's copy speed, copies and update at once"
+  "bandwidth 120 copies, kernels against the device's copy speed, copies and update at once"
   "tokens 60 gpt: tokens a second of a 124 M model, f32 and bf16"
   "memcheck 60 compute-sanitizer memcheck: kernels, and a short training"
   "racecheck 60 compute-sanitizer racecheck: kernels, and a short training"
@@ -72,13 +72,15 @@ while [ $# -gt 0 ]; do
   esac
 done
 for name in ${only//,/ } ${skip//,/ }; do
-  printf '%s\n' "${parts[@]}" | grep -q "^$name " || die "there is no part '$name'; see --list"
+  grep -q "^$name " <<< "$(printf '%s\n' "${parts[@]}")" || die "there is no part '$name'; see --list"
 done
 
 total=${ZSHARD_GPU_SECONDS:-580}
 # Options of the caller's shell must not leak into what is measured.
 for variable in $(compgen -e | grep '^ZSHARD_' || true); do unset "$variable"; done
 export OPENBLAS_NUM_THREADS=1
+# nvcc and compute-sanitizer often lie there and on no path.
+export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 mkdir -p "$out" || exit 1
 out=$(realpath "$out")
 if [ -z "$nvme" ]; then
@@ -113,6 +115,30 @@ record() {
   figures=()
   [ "$2" != failed ] || failed=$((failed + 1))
   say "$1: $2${4:+: $4}"
+  write_results
+}
+# What is known so far, as JSON and as tables: written after each part, so that whoever ends this
+# script early still finds them.
+write_results() {
+  {
+    printf '{"when": "%s", "commit": %s, "gpu": %s, "gpus": %d, "seconds": %d, "failed": %d, "parts": [\n' \
+      "$(date -u +%FT%TZ)" "$(text_json "$(git rev-parse --short HEAD 2> /dev/null || echo unknown)")" \
+      "$(text_json "$gpu")" "$gpus" "$SECONDS" "$failed"
+    sed '$!s/$/,/' "$lines"
+    printf ']}\n'
+  } > "$out/results.json"
+  {
+    printf '# zshard on a GPU\n\n%s, commit %s, %s\n\n' "$(date -u +%FT%TZ)" \
+      "$(git rev-parse --short HEAD 2> /dev/null || echo unknown)" "$gpu"
+    printf '| part | state | s | note |\n|---|---|---|---|\n'
+    sed -n 's/^{"part": "\([^"]*\)", "state": "\([^"]*\)", "seconds": \([0-9]*\), "note": "\(.*\)", "figures": .*/\1\t\2\t\3\t\4/p' "$lines" |
+      while IFS=$'\t' read -r name state seconds note; do
+        printf '| %s | %s | %s | %s |\n' "$name" "$state" "$seconds" "${note//|/\\|}"
+      done
+    printf '\n| figure | value | unit |\n|---|---|---|\n'
+    grep -o '{"name": "[^"]*", "value": [^,]*, "unit": "[^"]*"}' "$lines" |
+      sed 's/{"name": "\([^"]*\)", "value": \([^,]*\), "unit": "\([^"]*\)"}/| \1 | \2 | \3 |/'
+  } > "$out/results.md"
 }
 
 # -- binaries --
@@ -139,19 +165,25 @@ else
   architecture=$(printf '%s' "$gpu" | sed -n 's/.*, *\([0-9]*\)\.\([0-9]*\)$/\1\2/p')
   mkdir -p "$build"
   say "configure and build $build (sm_${architecture:-90})"
-  if ! timeout 120 cmake --preset release -B "$build" -DZSHARD_CUDA=ON \
-    -DZSHARD_CUDA_ARCHITECTURES="${architecture:-90}" < /dev/null > "$out/build.log" 2>&1; then
+  # Warnings of another compiler are no reason to measure nothing, nor is a missing NCCL, which one
+  # rank does not need.
+  configure() {
+    timeout 120 cmake --preset release -B "$build" -DZSHARD_CUDA="$1" \
+      -DCMAKE_COMPILE_WARNING_AS_ERROR=OFF -DZSHARD_CUDA_ARCHITECTURES="${architecture:-90}" < /dev/null
+  }
+  if ! configure ON > "$out/build.log" 2>&1 && ! configure AUTO >> "$out/build.log" 2>&1; then
     tail -n 30 "$out/build.log"
     record build failed $((SECONDS - start)) "configure: see build.log"
   else
     known=$(timeout 60 cmake --build "$build" --target help 2> /dev/null | sed -n 's/^\([A-Za-z_0-9]*\): .*/\1/p')
     targets=()
     for target in $wanted; do
-      if printf '%s\n' "$known" | grep -qx "$target"; then targets+=("$target"); fi
+      if grep -qx "$target" <<< "$known"; then targets+=("$target"); fi
     done
     if timeout -k 10 $((total > 160 ? total - 160 : 1)) cmake --build "$build" -j"$(nproc)" \
       --target "${targets[@]}" -- -k 0 < /dev/null >> "$out/build.log" 2>&1; then
-      record build passed $((SECONDS - start)) "${targets[*]}"
+      record build passed $((SECONDS - start)) \
+        "${targets[*]}; $(sed -n 's/^ *\(CUDA\|NCCL\)  *\(yes\|no\) */\1: \2 /p' "$out/build.log" | tail -n 2 | paste -sd ';')"
     else
       grep -E -A8 'error|FAILED' "$out/build.log" | head -n 40
       record build failed $((SECONDS - start)) "see build.log"
@@ -162,12 +194,22 @@ export LD_LIBRARY_PATH=$build/lib:/usr/local/cuda/lib64:/usr/local/cuda/lib${LD_
 plugin=$build/lib/libzshard_cuda.so
 gpt=$build/bin/gpt
 
+# A container may have the GPU without nvidia-smi: the driver's library says it all the same.
+if [ "$gpus" -eq 0 ] && [ -x "$build/bin/zshard" ]; then
+  found=$(timeout 60 "$build/bin/zshard" info --json 2> /dev/null | sed -n 's/.*"gpus":\[\(.*\)\],"no_gpu_because".*/\1/p')
+  gpus=$(grep -o '"name":' <<< "$found" | wc -l)
+  if [ "$gpus" -gt 0 ]; then
+    gpu=$(sed 's/.*"name":"\([^"]*\)".*/\1/' <<< "${found%%\}*}")
+    say "GPUs: $gpus ($gpu), by zshard info"
+  fi
+fi
+
 # binary NAME: where it is. Programs that are linked to the simulated device do not count: it would
 # answer in the GPU's place.
 binary() {
   local program=$build/bin/$1
   [ -x "$program" ] || return 1
-  if ldd "$program" 2> /dev/null | grep -q zshard_simulator; then return 1; fi
+  if grep -q zshard_simulator <<< "$(ldd "$program" 2> /dev/null)"; then return 1; fi
   printf '%s' "$program"
 }
 
@@ -182,8 +224,13 @@ data=$out/text
 part_machine() {
   nvidia-smi || true
   nvcc --version 2> /dev/null | tail -n 2 || true
-  if [ -x "$build/bin/zshard" ]; then "$build/bin/zshard" info || return 1; fi
-  echo "$gpu"
+  local json
+  if [ -x "$build/bin/zshard" ]; then
+    "$build/bin/zshard" info || return 1
+    json=$("$build/bin/zshard" info --json) || return 1
+  fi
+  # Behind "gpus" it is what was loaded, before it what the build had.
+  echo "$gpu; $(grep -oE '"(cuda_driver|cuda_runtime|nccl)": ?("[^"]*"|null)' <<< "${json##*\"gpus\"}" | tr -d '"' | paste -sd ',')"
 }
 
 # gtest PROGRAM ARGUMENT...: 77 if all cases were skipped.
@@ -192,8 +239,9 @@ gtest() {
   log=$("$@" 2>&1) || status=$?
   printf '%s\n' "$log"
   [ "$status" -eq 0 ] || return 1
-  if ! printf '%s\n' "$log" | grep -q '^\[       OK \]'; then
-    printf '%s\n' "$log" | grep -m 1 -iE 'no GPU|skip' || echo "no case ran"
+  # Not behind a pipe: grep ends it early, and pipefail calls that a failure.
+  if ! grep -q '^\[       OK \]' <<< "$log"; then
+    grep -m 1 -iE 'no GPU|skip' <<< "$log" || echo "no case ran"
     return 77
   fi
   printf '%s\n' "$log" | sed -n 's/^\[  PASSED  \] //p' | tail -n 1
@@ -227,8 +275,14 @@ part_two_ranks() {
     export NCCL_MULTI_RANK_GPU_ENABLE=1
   fi
   for stage in 0 1 2 3; do
-    two=$("$gpt" --data "$data" "${train[@]}" --ranks 2 --stage "$stage") || return 1
-    two=$(printf '%s\n' "$two" | grep '^digest')
+    two=$("$gpt" --data "$data" "${train[@]}" --ranks 2 --stage "$stage" 2>&1) || {
+      printf '%s\n' "$two"
+      return 1
+    }
+    two=$(grep '^digest' <<< "$two") || {
+      echo "no digests at stage $stage"
+      return 1
+    }
     printf 'stage %s\n%s\n' "$stage" "$two"
     [ "${one:=$two}" = "$two" ] || {
       echo "digests at stage $stage differ from those at stage 0"
@@ -286,7 +340,7 @@ part_offload() {
   digests "optimizer and parameters on nvme" --stage 3 --optimizer-tier nvme --parameter-tier nvme \
     --nvme-dir "$nvme" --gather-budget 8MiB || return 1
   log=$(ZSHARD_LOG=debug "$gpt" --data "$data" "${train[@]}" --optimizer-tier host 2>&1)
-  if printf '%s\n' "$log" | grep -q 'pageable'; then
+  if grep -q 'pageable' <<< "$log"; then
     echo "the same digests on every tier, but host memory could not be pinned"
   else
     echo "the same digests on every tier, host memory pinned"
@@ -300,34 +354,45 @@ sanitizer() {
     echo "compute-sanitizer is not installed"
     return 77
   }
-  local check=(compute-sanitizer --tool "$tool" --error-exitcode 9)
-  if program=$(binary test_device_kernels_gpu); then
-    ZSHARD_TEST_PLUGIN=$plugin "${check[@]}" "$program" --gtest_filter='*Update*:*Kernels*' || return 1
-  fi
+  local check=(compute-sanitizer --tool "$tool" --error-exitcode 9) start=$SECONDS status=0
+  # Refusals of the runtime that the library expects, such as of pinning, are no errors of memory.
+  [ "$tool" != memcheck ] || check+=(--report-api-errors no)
   "${check[@]}" "$gpt" --data "$data" --layers 2 --heads 2 --width 64 --context 33 --batch 3 \
     --vocab-units 2 --steps 2 --ranks 1 --device cuda --stage 3 --gather-budget 1MiB \
     --optimizer-tier host || return 1
-  echo "no errors"
+  program=$(binary test_device_kernels_gpu) || {
+    echo "training: no errors; test_device_kernels_gpu is not built"
+    return 0
+  }
+  # In the foreground: the limit of the part must reach it.
+  ZSHARD_TEST_PLUGIN=$plugin timeout --foreground $((limit - (SECONDS - start) - 5)) "${check[@]}" \
+    "$program" --gtest_filter='*Update*:*Kernels*' || status=$?
+  if [ "$status" -eq 124 ]; then
+    echo "training: no errors; kernels: none until the time was up"
+    return 0
+  fi
+  [ "$status" -eq 0 ] || return 1
+  echo "training and kernels: no errors"
 }
 part_memcheck() { sanitizer memcheck; }
 part_racecheck() { sanitizer racecheck; }
 
+# bandwidth_rows LOG: NAME VALUE UNIT [limit L ratio R], the name may hold blanks.
+bandwidth_rows() {
+  sed -nE \
+    's/^(.{44}) +([0-9.e+-]+) ([A-Za-z\/]+) *( limit +([0-9.e+-]+)  ratio ([0-9.]+))?$/\1|\2|\3|\6/p' \
+    "$1" > "$out/bandwidth.rows"
+}
 part_bandwidth() {
-  local program log
+  local program
   program=$(binary bench_device) || {
     echo "bench_device is not built (Google Benchmark is missing)"
     return 77
   }
-  log=$("$program" --plugin "$plugin" --benchmark_out="$out/bandwidth.json" \
-    --benchmark_out_format=json) || {
-    printf '%s\n' "$log"
-    return 1
-  }
-  printf '%s\n' "$log"
-  # NAME VALUE UNIT [limit L ratio R], the name may hold blanks.
-  printf '%s\n' "$log" | sed -nE \
-    's/^(.{44}) +([0-9.e+-]+) ([A-Za-z\/]+) *( limit +([0-9.e+-]+)  ratio ([0-9.]+))?$/\1|\2|\3|\6/p' \
-    > "$out/bandwidth.rows"
+  # Straight into the log: the rows that were measured count, whatever comes then.
+  "$program" --plugin "$plugin" --benchmark_out="$out/bandwidth.json" \
+    --benchmark_out_format=json || return 1
+  bandwidth_rows "$out/bandwidth.log"
   [ -s "$out/bandwidth.rows" ] || {
     echo "no rows were measured"
     return 1
@@ -352,10 +417,11 @@ tokens() {
   "$gpt" --data "$data" --layers 12 --heads 12 --width 768 --context 512 --vocab 50304 --batch 16 \
     --steps 14 --eval-interval 0 --ranks 1 --device cuda --dtype "$1" --log "$log" || return 1
   sed -n '5,$s/.*"tokens_per_s":\([0-9.e+]*\).*/\1/p' "$log" | sort -g |
-    awk -v dtype="$1" '{ v[NR] = $1 } END { if (NR == 0) exit 1; printf "figure 124M-%s %.0f\n", dtype, v[int((NR + 1) / 2)] }'
+    awk -v dtype="$1" '{ v[NR] = $1 } END { if (NR == 0) exit 1; printf "figure 124M-%s %.0f tokens/s\n", dtype, v[int((NR + 1) / 2)] }'
 }
 part_tokens() {
   local f32 bf16
+  speed() { tail -n 1 <<< "$1" | cut -d ' ' -f 3; }
   f32=$(tokens f32) || {
     printf '%s\n' "$f32"
     return 1
@@ -365,7 +431,7 @@ part_tokens() {
     return 1
   }
   printf '%s\n' "$f32" "$bf16" | tee "$out/tokens.txt"
-  echo "12 layers, width 768, context 512, vocabulary 50304, 16 rows: f32 ${f32##* }, bf16 ${bf16##* } tokens/s"
+  echo "12 layers, width 768, context 512, vocabulary 50304, 16 rows: f32 $(speed "$f32"), bf16 $(speed "$bf16") tokens/s"
 }
 
 # Doubles a model until a step fails or the time is up. The CPU draws the initial weights, one
@@ -376,13 +442,13 @@ part_largest() {
     local used=$((SECONDS - start))
     # The next one takes about twice as long as all before.
     [ $((used * 3)) -lt $((limit - 8)) ] || break
-    if log=$(timeout $((limit - 8 - used)) "$gpt" --data "$data" --layers "$layers" --heads 32 --width 2048 \
+    if log=$(timeout --foreground $((limit - 8 - used)) "$gpt" --data "$data" --layers "$layers" --heads 32 --width 2048 \
       --context 256 --batch 2 --steps 1 --eval-interval 0 --ranks 1 --device cuda --dtype bf16 \
       --stage 3 --gather-budget 600MiB --parameter-tier host --optimizer-tier nvme \
       --nvme-dir "$nvme" 2>&1); then
       printf '%s\n' "$log" | tail -n 12
       best=$(printf '%s\n' "$log" | sed -n 's/^\([0-9]*\) parameters in .*/\1/p')
-      echo "figure largest $best"
+      echo "figure largest-model $best parameters"
     else
       printf '%s\n' "$log" | tail -n 20
       break
@@ -456,8 +522,12 @@ for part in "${parts[@]}"; do
   done
   if [ "$status" -eq 0 ]; then wait "$pid" || status=$?; else wait "$pid" 2> /dev/null || true; fi
   note=$(tail -n 1 "$log")
-  while read -r _ label value; do figure "$label" "$value" "$name"; done < <(grep '^figure ' "$log" || true)
-  if [ "$name" = bandwidth ] && [ -s "$out/bandwidth.rows" ]; then
+  # Of a name the last value counts.
+  while read -r _ label value unit; do figure "$label" "$value" "$unit"; done < <(
+    awk '$1 == "figure" { if (!($2 in last)) order[++n] = $2; last[$2] = $0 }
+         END { for (i = 1; i <= n; ++i) print last[order[i]] }' "$log")
+  if [ "$name" = bandwidth ]; then
+    bandwidth_rows "$log"
     while IFS='|' read -r label value unit ratio; do
       figure "$(printf '%s' "$label" | sed 's/ *$//')" "$value" "$unit${ratio:+, $ratio of the limit}"
     done < "$out/bandwidth.rows"
@@ -465,7 +535,7 @@ for part in "${parts[@]}"; do
   case $status in
     0) record "$name" passed $((SECONDS - start)) "$note" ;;
     77) record "$name" skipped $((SECONDS - start)) "$note" ;;
-    124) record "$name" failed $((SECONDS - start)) "stopped after $limit s" ;;
+    124) record "$name" failed $((SECONDS - start)) "stopped after $limit s, at: $note" ;;
     *)
       tail -n 30 "$log"
       record "$name" failed $((SECONDS - start)) "exit code $status: $note"
@@ -473,25 +543,7 @@ for part in "${parts[@]}"; do
   esac
 done
 
-{
-  printf '{"when": "%s", "commit": %s, "gpu": %s, "gpus": %d, "seconds": %d, "failed": %d, "parts": [\n' \
-    "$(date -u +%FT%TZ)" "$(text_json "$(git rev-parse --short HEAD 2> /dev/null || echo unknown)")" \
-    "$(text_json "$gpu")" "$gpus" "$SECONDS" "$failed"
-  sed '$!s/$/,/' "$lines"
-  printf ']}\n'
-} > "$out/results.json"
-{
-  printf '# zshard on a GPU\n\n%s, commit %s, %s\n\n' "$(date -u +%FT%TZ)" \
-    "$(git rev-parse --short HEAD 2> /dev/null || echo unknown)" "$gpu"
-  printf '| part | state | s | note |\n|---|---|---|---|\n'
-  sed -n 's/^{"part": "\([^"]*\)", "state": "\([^"]*\)", "seconds": \([0-9]*\), "note": "\(.*\)", "figures": .*/\1\t\2\t\3\t\4/p' "$lines" |
-    while IFS=$'\t' read -r name state seconds note; do
-      printf '| %s | %s | %s | %s |\n' "$name" "$state" "$seconds" "${note//|/\\|}"
-    done
-  printf '\n| figure | value | unit |\n|---|---|---|\n'
-  grep -o '{"name": "[^"]*", "value": [^,]*, "unit": "[^"]*"}' "$lines" |
-    sed 's/{"name": "\([^"]*\)", "value": \([^,]*\), "unit": "\([^"]*\)"}/| \1 | \2 | \3 |/'
-} > "$out/results.md"
+write_results
 rm -f "$lines" "$data"
 say "results: $out/results.md, $out/results.json"
 cat "$out/results.md"
