@@ -13,6 +13,7 @@
 #include <exception>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "tests/engine/cases.hpp"
 #include "tests/process/children.hpp"
@@ -89,9 +90,15 @@ Arguments parse(int argc, char** argv) {
 }
 
 /// Trains on the simulated device. What went wrong, or "".
-std::string check_cuda([[maybe_unused]] lab::Case& c, [[maybe_unused]] long long run) {
+std::string check_cuda([[maybe_unused]] lab::Case& c, [[maybe_unused]] long long run,
+                       [[maybe_unused]] std::mt19937_64& random) {
   std::string problem;
 #if defined(ZSHARD_TEST_SIMULATED)
+  // The host updates only state that is off the GPU.
+  std::vector<UpdateOn> updates = {UpdateOn::automatic, UpdateOn::device};
+  if (c.options.offload.optimizer != Tier::device) updates.push_back(UpdateOn::host);
+  c.options.offload.update_on =
+      updates[static_cast<std::size_t>(lab::pick(random, 0, static_cast<int>(updates.size()) - 1))];
   simulator::reset();
   simulator::set_device_memory(std::int64_t{128} << 20);
   simulator::set_delays(run % 2 == 0 ? 0 : 20, static_cast<std::uint64_t>(run));
@@ -102,6 +109,9 @@ std::string check_cuda([[maybe_unused]] lab::Case& c, [[maybe_unused]] long long
   for (const simulator::Race& race : simulator::races()) problem += "\n" + race.text();
   for (const std::string& fault : simulator::faults()) problem += "\n" + fault;
   for (const std::string& leak : simulator::leaks()) problem += "\nleft behind: " + leak;
+  if (!problem.empty()) {
+    problem = "update_on = " + std::string(to_string(c.options.offload.update_on)) + ": " + problem;
+  }
 #endif
   return problem;
 }
@@ -192,7 +202,7 @@ int main(int argc, char** argv) {
       lab::Case c = lab::make_case(row, random());
       alarm(120);  // a hang is a failure too
       if (a.cuda) {
-        problem = check_cuda(c, run);
+        problem = check_cuda(c, run, random);
       } else {
         lab::Tensors got = lab::train(c);
         got.forward_hash = 0;
