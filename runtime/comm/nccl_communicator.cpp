@@ -89,18 +89,29 @@ CommunicatorId make_nccl_id() {
   return id;
 }
 
+namespace {
+constexpr int kFirstWithLaunchOrder = 22600;
+constexpr const char* kLaunchOrder = "NCCL_LAUNCH_ORDER_IMPLICIT";
+}  // namespace
+
 void prepare_nccl_environment() {
   const int version = nccl_version_code();
   // Collectives of the gather and of the reduce communicator run beside each other. Without this,
   // their kernels may start in another order on another rank and wait for each other for ever. With
   // it, NCCL (2.26 and later) starts them in the order in which the host issued them, which is the
   // same on all ranks.
-  if (version >= 22600) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+  if (version >= kFirstWithLaunchOrder) setenv(kLaunchOrder, "1", 0);
   // Several ranks on one GPU: NCCL before 2.30 refuses them ("Duplicate GPU detected"); 2.30 and
   // later takes them if this is set in every rank's environment before its first communicator. All
   // kernels of one GPU's ranks must fit on it at once, or a rank waits for a peer that cannot
   // start: NCCL_MAX_CTAS bounds what each takes.
   if (version >= 23000) setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 0);
+}
+
+bool nccl_orders_collectives() {
+  if (nccl_version_code() < kFirstWithLaunchOrder) return false;
+  const char* value = std::getenv(kLaunchOrder);
+  return value != nullptr && std::strtoll(value, nullptr, 0) != 0;  // as NCCL reads it
 }
 
 NcclCommunicator::NcclCommunicator(device::CudaDevice& device, const CommunicatorId& id, int rank,

@@ -22,6 +22,10 @@ CommunicatorId make_nccl_id();
 /// first use of NCCL, and before other threads read the environment.
 void prepare_nccl_environment();
 
+/// Whether NCCL starts collectives of several communicators in the host's order: 2.26 and later,
+/// unless the user has switched it off.
+bool nccl_orders_collectives();
+
 /// A non-blocking NCCL communicator. Each call returns when its work is queued on the stream; the
 /// first ones wait for peers to connect, up to the deadline. One thread at a time issues calls;
 /// failure() and abort() may come from any. Must go before its device.

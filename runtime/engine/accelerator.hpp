@@ -39,6 +39,9 @@ class Accelerator {
   virtual std::unique_ptr<device::Device> open(int ordinal, int rank) = 0;
   virtual std::unique_ptr<kernels::DeviceKernels> make_kernels(device::Device& device) = 0;
   virtual std::unique_ptr<optimizers::DeviceUpdate> make_update(device::Device& device) = 0;
+  /// Whether collectives of several communicators start on the device in the order in which the
+  /// host issued them. Else two of a rank may wait for each other for ever: it must have only one.
+  [[nodiscard]] virtual bool orders_collectives() = 0;
   /// Made by one rank, passed to all.
   virtual comm::CommunicatorId make_id() = 0;
   /// Collective over `world` ranks. Gives up after the deadline. Throws CommError.

@@ -133,8 +133,13 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
     pool_ = std::make_unique<kernels::Pool>(
         kernels::kernel_threads(options.threads, group_->ranks_here()));
     if (options.device != DeviceKind::host) open_device();
-    storage_ = std::make_unique<Storage>(blueprint_, *group_,
-                                         parts_ == nullptr ? nullptr : parts_->device.get());
+    try {
+      storage_ = std::make_unique<Storage>(blueprint_, *group_,
+                                           parts_ == nullptr ? nullptr : parts_->device.get());
+    } catch (const OutOfMemory& error) {
+      if (parts_ == nullptr) throw;
+      throw OutOfMemory(std::string(error.what()) + ".\n" + device_advice());
+    }
     if (blueprint_.tiers.uses_store()) make_store();
     board = group_->make_board_memory(4 * DataPlane::queue_capacity(blueprint_),
                                       DataPlane::vote_bytes(blueprint_));
@@ -259,19 +264,32 @@ void Core::open_device() {
   if (planned > free_bytes) {
     throw OutOfMemory(parts_->device->name() + " has " + std::to_string(free_bytes) +
                       " bytes free of " + std::to_string(total) + ", the plan takes " +
-                      std::to_string(planned) + ".\n" + blueprint_.plan.to_string() +
-                      "device_budget names the cheapest change that fits.");
+                      std::to_string(planned) + ".\n" + device_advice());
   }
   if (rank_ == 0 && world_ > 1) {
     for (comm::CommunicatorId& id : ids_) id = cuda.make_id();
   }
 }
 
+std::string Core::device_advice() const {
+  return blueprint_.plan.to_string() + "device_budget names the cheapest change that fits.";
+}
+
 void Core::make_communicators() {
   if (world_ == 1) return;
   group_->broadcast({comm::Operation::construct, 0, sizeof ids_, 2}, ids_.data());
+  // One rank that cannot have two decides for all.
+  const char ordered = accelerator().orders_collectives() ? 1 : 0;
+  std::vector<char> all(static_cast<std::size_t>(world_));
+  group_->exchange({comm::Operation::construct, 0, sizeof ordered, 3}, &ordered, all.data());
+  const bool two = std::find(all.begin(), all.end(), char{0}) == all.end();
+  if (!two) {
+    base::log_info(base::Topic::engine, rank_,
+                   "one communicator for gathers and reductions: NCCL does not keep the order of "
+                   "two (2.26 and later with NCCL_LAUNCH_ORDER_IMPLICIT=1 do)");
+  }
   std::unique_ptr<comm::Communicator>* made[] = {&parts_->gather, &parts_->reduce};
-  for (std::size_t k = 0; k < ids_.size(); ++k) {
+  for (std::size_t k = 0; k < (two ? ids_.size() : 1); ++k) {
     *made[k] = accelerator().make_communicator(*parts_->device, ids_[k], rank_, world_,
                                                blueprint_.options.deadline_seconds);
   }

@@ -164,6 +164,8 @@ class Core final : private CursorSink {
   void construct(std::shared_ptr<memory::Arena> board);
   void open_device();
   void make_communicators();
+  /// Why a device is too small: the plan, and what to change.
+  [[nodiscard]] std::string device_advice() const;
   /// A call of the user's on a stream of a device rank, while it lives.
   class OnStream {
    public:

@@ -145,11 +145,19 @@ class CudaAccelerator final : public Accelerator {
     return std::make_unique<BoundUpdate>(cuda_device(device));
   }
 
+  bool orders_collectives() override {
+#if ZSHARD_PLUGIN_NCCL
+    return comm::nccl_orders_collectives();
+#else
+    return true;  // nobody to wait for
+#endif
+  }
+
   comm::CommunicatorId make_id() override {
 #if ZSHARD_PLUGIN_NCCL
     return comm::make_nccl_id();
 #else
-    return {};  // enough for one rank; make_communicator refuses more
+    return {};    // enough for one rank; make_communicator refuses more
 #endif
   }
 

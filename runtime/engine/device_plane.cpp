@@ -406,19 +406,19 @@ void DevicePlane::reduce_unit(const Work& work) {
   const int pieces = native ? 1 : world_;
   if (world_ > 1) {
     std::byte* received = storage_.received();
-    parts_.reduce->group_start();
+    parts_.reducer().group_start();
     for (std::size_t s = 0; s < unit.segments.size(); ++s) {
       if (!unit.segments[s].trained() || unit.segments[s].padded == 0) continue;
       const Contribution piece = piece_of(s);
       if (native) {
-        parts_.reduce->reduce_scatter(piece.whole, received, unit.segments[s].shard, piece.dtype,
-                                      stream);
+        parts_.reducer().reduce_scatter(piece.whole, received, unit.segments[s].shard, piece.dtype,
+                                        stream);
       } else {
-        parts_.reduce->all_to_all(piece.whole, received, piece.stride, stream);
+        parts_.reducer().all_to_all(piece.whole, received, piece.stride, stream);
       }
       received += pieces * piece.stride;
     }
-    parts_.reduce->group_end();
+    parts_.reducer().group_end();
   }
   const std::byte* received = world_ > 1 ? storage_.received() : nullptr;
   const int leaving =
@@ -640,6 +640,8 @@ void DevicePlane::with_peers(const Work& work, Body&& body) {
     }
     check_communicators();
     throw;
+  } catch (const DeviceError& error) {
+    throw DeviceError(unit_text(work) + ": " + error.what());
   }
 }
 
@@ -675,6 +677,7 @@ void DevicePlane::watch() {
       if (endpoint_.failed()) failure = endpoint_.failure();
       (void)device_.reached(handed_);  // throws what has become of the device
       for (comm::Communicator* c : {parts_.gather.get(), parts_.reduce.get()}) {
+        if (c == nullptr) continue;
         const auto text = c->failure();
         if (!failure.empty() || !text) continue;
         // The rank where it began knows more than that a peer failed: its word comes first.

@@ -36,7 +36,8 @@ struct DeviceParts {
   std::unique_ptr<kernels::DeviceKernels> kernels;
   std::unique_ptr<optimizers::DeviceUpdate> update;
   std::unique_ptr<comm::Communicator> gather;
-  std::unique_ptr<comm::Communicator> reduce;
+  std::unique_ptr<comm::Communicator> reduce;  // null: `gather` serves both
+  [[nodiscard]] comm::Communicator& reducer() { return reduce != nullptr ? *reduce : *gather; }
 };
 
 class DevicePlane final : public DataPlane {

@@ -27,7 +27,7 @@ constexpr bool kSanitized = true;
 constexpr double kPatience = 60.0;
 #else
 constexpr bool kSanitized = false;
-constexpr double kPatience = 20.0;
+constexpr double kPatience = 60.0;
 #endif
 
 /// Several sub-groups a segment, 16-bit and fp32 parameters, a frozen and a resident one.
@@ -314,11 +314,13 @@ TEST_F(CudaTiers, AnUpdateOnTheHostNeedsStateThere) {
 #if defined(ZSHARD_TEST_SIMULATED)
 
 // With one rank nothing asks the device anything but a wait.
-TEST_F(CudaTiers, ThePassesDoNotWaitForAccumulatorsInHostMemory) {
+TEST_F(CudaTiers, ThePassesWaitForNothingOfTheDevice) {
   for (const int stage : stages()) {
-    for (const UpdateOn on : {UpdateOn::host, UpdateOn::device}) {
+    for (const auto& [tier, on] :
+         {std::pair{Tier::device, UpdateOn::device}, std::pair{Tier::host, UpdateOn::host},
+          std::pair{Tier::host, UpdateOn::device}}) {
       SCOPED_TRACE(stage);
-      const Placement where{Tier::host, Tier::host, stage == 3 ? Tier::host : Tier::device, on};
+      const Placement where{tier, tier, stage == 3 ? tier : Tier::device, on};
       run_ranks(1, [&](const ProcessGroup& group) {
         Engine engine(model(), AdamW{.lr = 0.01}, group, options_of(stage, where));
         const lab::CudaAccess mine(0);
@@ -332,7 +334,7 @@ TEST_F(CudaTiers, ThePassesDoNotWaitForAccumulatorsInHostMemory) {
             }
           }
           EXPECT_EQ(simulator::calls("cudaEventQuery"), asked);
-          EXPECT_GT(simulator::calls("cudaMemcpyAsync"), 0);
+          EXPECT_TRUE(tier == Tier::device || simulator::calls("cudaMemcpyAsync") > 0);
           engine.step();
         }
       });

@@ -117,6 +117,9 @@ cudaError_t copy(Call& call, void* target, const void* source, std::size_t bytes
     state.report_fault(std::string(call.name()) + ": source and target overlap");
   }
 
+  if (from.place == Place::pageable || to.place == Place::pageable) {
+    (void)state.count("pageable copy", stream->device);
+  }
   const bool staged = from.place == Place::pageable && to_device;
   if (staged && !asynchronous) {
     if (const cudaError_t error = synchronize(state, state.mark(stream))) return call.end(error);
