@@ -179,9 +179,11 @@ nvcc=$(sed -n 's/^CUDAToolkit_NVCC_EXECUTABLE:[A-Z]*=//p' build/release/CMakeCac
 if [ -x "$nvcc" ]; then
   check 200 "GPU code has no fused or approximate arithmetic" bash tests/device_kernels/exact_code.sh \
     "$nvcc" -O3 --fmad=false -prec-div=true -prec-sqrt=true -ftz=false
+  check 400 "GPU code compiles for the oldest and the newest GPU" \
+    bash tests/checks/architectures.sh "$nvcc"
 else
-  skipped=$((skipped + 1))
-  say "skipped: GPU code has no fused or approximate arithmetic: there is no nvcc"
+  skipped=$((skipped + 2))
+  say "skipped: GPU code compiles for the oldest and the newest GPU, and has no fused or approximate arithmetic: there is no nvcc"
 fi
 
 rm -rf build/install build/consumer
