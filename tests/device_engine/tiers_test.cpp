@@ -24,11 +24,10 @@ using Values = std::map<std::string, std::vector<float>>;
 
 #ifdef ZSHARD_SANITIZER
 constexpr bool kSanitized = true;
-constexpr double kPatience = 60.0;
 #else
 constexpr bool kSanitized = false;
-constexpr double kPatience = 60.0;
 #endif
+constexpr double kPatience = 60.0;  // a disk that others use may stall
 
 /// Several sub-groups a segment, 16-bit and fp32 parameters, a frozen and a resident one.
 ModelSpec model() {
