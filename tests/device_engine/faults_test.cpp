@@ -80,6 +80,15 @@ class CudaFaults : public testing::Test {
     }
     std::vector<float> values(3000);
     engine.read_parameter("u0.w", values);
+    for ([[maybe_unused]] const MicroStep micro : engine.evaluation_passes(1)) {
+      for (std::int32_t u = 0; u + 1 < units; ++u) {  // the last one is gathered and not used
+        const Guard guard = engine.forward(UnitId{u}, mine.stream());
+        use(UnitId{u}, false);
+      }
+    }
+    // The user's stream may still read the one, a gather the other.
+    engine.write_parameter("u3.w", values);
+    engine.write_parameter("u0.w", values);
   }
 
   static lab::Tensors without_hash(lab::Tensors tensors) {
@@ -146,6 +155,9 @@ TEST_F(CudaFaults, AMissingWaitIsFoundByNameInEveryQueue) {
       {"zshard upload", "zshard download", 2, through, "zshard upload"},
       {"zshard reduce", "zshard upload", 3, shards, "zshard upload"},
       {"zshard gather", "zshard download", 3, shards, "zshard gather"},
+      // Parameters that the caller writes while passes may still read them.
+      {"zshard download", "user", 2, gpu, "zshard download"},
+      {"zshard download", "zshard gather", 3, gpu, "zshard download"},
   };
   for (const Row& row : rows) {
     for (const bool removed : {false, true}) {
