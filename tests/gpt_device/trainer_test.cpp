@@ -208,6 +208,24 @@ TEST_F(GptOnDevice, AKernelOfTheLoopThatFailsEndsEveryRankWithTheDevicesError) {
   }
 }
 
+TEST_F(GptOnDevice, ARefusedCallOfTheLoopNamesGpuRankAndPlace) {
+  // The engine does not call it.
+  simulator::fail({.call = "cudaEventSynchronize", .code = cudaErrorInvalidValue, .device = 1});
+  gpt::Config config = on_device(DType::f32, Stage::gradients);
+  config.engine.deadline_seconds = 5.0;
+  try {
+    (void)train(config, 2);
+    ADD_FAILURE() << "trained on";
+  } catch (const zshard::Error& error) {
+    const std::string said = error.what();
+    for (const char* part :
+         {"cudaEventSynchronize", "cudaErrorInvalidValue; GPU 1, rank 1, ", "cuda_queue.cpp:"}) {
+      EXPECT_NE(said.find(part), std::string::npos) << part << ": " << said;
+    }
+  }
+  EXPECT_EQ(simulator::leaks(), std::vector<std::string>{});
+}
+
 TEST_F(GptOnDevice, DeviceMemoryThatIsShortIsToldWithWhatToMakeSmaller) {
   simulator::fail(
       {.call = "cudaMalloc", .after = 4, .code = cudaErrorMemoryAllocation, .times = -1});

@@ -167,7 +167,8 @@ void fault(int device, cudaError_t code);
 
 // -- counts and leaks --
 
-/// Calls of a CUDA or NCCL function, or launches of a kernel, by name, since reset().
+/// Calls of a CUDA or NCCL function, or launches of a kernel, by name, since reset(). "pageable
+/// copy": copies of any call between device and host memory that is not pinned, which block.
 std::int64_t calls(const std::string& name);
 
 /// What exists: streams, events, allocations, registrations, communicators, one a line, with the

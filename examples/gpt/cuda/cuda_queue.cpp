@@ -14,8 +14,8 @@ namespace {
 
 void check_cublas(cublasStatus_t code, const char* call, const char* file, int line) {
   if (code == CUBLAS_STATUS_SUCCESS) return;
-  throw zshard::DeviceError(std::string(call) + ": " + cublasGetStatusString(code) + " (" +
-                            cublasGetStatusName(code) + "), " + file + ":" + std::to_string(line));
+  throw_failure(code == CUBLAS_STATUS_ALLOC_FAILED, call, cublasGetStatusString(code),
+                cublasGetStatusName(code), file, line);
 }
 
 #define GPT_CUBLAS(expression) check_cublas((expression), #expression, __FILE__, __LINE__)

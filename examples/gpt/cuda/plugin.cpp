@@ -25,6 +25,7 @@ int choose(int ordinal, int local_rank, int& gpus) {
 }  // namespace
 
 gpt::Compute* gpt_cuda_compute(int ordinal, int local_rank, bool bf16) {
+  gpt::gpu::thread_rank = local_rank;  // all ranks are on one machine
   int gpus = 0;
   return gpt::gpu::make_gpu_compute(gpt::gpu::open_cuda_queue(choose(ordinal, local_rank, gpus)),
                                     bf16)
@@ -33,6 +34,7 @@ gpt::Compute* gpt_cuda_compute(int ordinal, int local_rank, bool bf16) {
 
 void gpt_cuda_facts(int ordinal, int local_rank, char* name, int name_bytes, int* gpus,
                     std::int64_t* free_bytes, std::int64_t* total_bytes) {
+  gpt::gpu::thread_rank = local_rank;
   const int chosen = choose(ordinal, local_rank, *gpus);
   GPT_CUDA(cudaSetDevice(chosen));
   cudaDeviceProp properties;
