@@ -69,15 +69,6 @@ std::string seconds_text(std::chrono::steady_clock::duration time) {
   return text + " s";
 }
 
-/// After an error inside a group: NCCL drops what was recorded and the thread is outside again.
-void leave_groups() noexcept {
-  while (group_depth > 0) {
-    --group_depth;
-    (void)ncclGroupEnd();
-  }
-  in_group.clear();
-}
-
 }  // namespace
 
 CommunicatorId make_nccl_id() {
@@ -158,6 +149,24 @@ bool NcclCommunicator::finish() noexcept {
   } catch (...) {
   }
   return false;
+}
+
+/// After an error inside a group: NCCL drops what was recorded and the thread is outside again. Of
+/// the communicators that were in it peers may wait for what was dropped: they end by an abort.
+void NcclCommunicator::leave_groups() noexcept {
+  while (group_depth > 0) {
+    --group_depth;
+    (void)ncclGroupEnd();
+  }
+  for (const Member& member : in_group) {
+    NcclCommunicator& one = *member.communicator;
+    try {
+      one.keep_failure("rank " + std::to_string(one.rank_) + ": an error left a group of calls");
+    } catch (...) {
+      one.failed_.store(true);
+    }
+  }
+  in_group.clear();
 }
 
 void NcclCommunicator::check_usable() const {

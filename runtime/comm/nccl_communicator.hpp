@@ -56,6 +56,7 @@ class NcclCommunicator final : public Communicator {
   void issue(const char* call, int line, const Call& body);
   void await(const char* call, int line);
   void close_group(const char* call, int line);
+  static void leave_groups() noexcept;
   void check_usable() const;
   [[noreturn]] void fail(ncclResult_t code, const char* call, int line);
   void throw_own_fault() const;

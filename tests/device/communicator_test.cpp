@@ -339,6 +339,27 @@ TEST_F(CommunicatorFailure, RefusedCallInAGroup) {
   });
 }
 
+/// What an error left half issued is not closed in an orderly way: that would wait for peers.
+TEST_F(CommunicatorFailure, AGroupThatAnErrorLeftEndsItsCommunicatorsByAbort) {
+  const comm::CommunicatorId id = simulated().make_id();
+  const double begin = now();
+  simulator::fail({.call = "cudaMemcpyAsync", .code = cudaErrorInvalidValue, .times = 2});
+  on_ranks(2, [&](int rank) {
+    Rank self(id, rank, 2);
+    const Block block(*self.gpu, 512);
+    const Block other(*self.gpu, 512);
+    self.communicator->group_start();
+    self.communicator->all_gather(block.get(), 256, self.queue->stream());
+    EXPECT_THROW(self.communicator->all_to_all(block.get(), other.get(), 256, self.queue->stream()),
+                 DeviceError);
+    ASSERT_NE(self.communicator->failure(), std::nullopt);
+    EXPECT_TRUE(contains(*self.communicator->failure(), "an error left a group"));
+  });
+  EXPECT_EQ(simulator::calls("ncclCommFinalize"), 0);
+  EXPECT_EQ(simulator::calls("ncclCommAbort"), 2);
+  EXPECT_LT(now() - begin, kPatience);
+}
+
 TEST_F(CommunicatorFailure, AbortFromManyThreadsWhileCallsAreIssued) {
   const comm::CommunicatorId id = simulated().make_id();
   std::barrier<> all(2);
