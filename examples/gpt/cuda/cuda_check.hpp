@@ -24,7 +24,11 @@ inline thread_local int thread_rank = -1;
   std::string message = std::string(call) + ": " + text + " (" + name + "; ";
   if (gpu >= 0) message += "GPU " + std::to_string(gpu) + ", ";
   if (thread_rank >= 0) message += "rank " + std::to_string(thread_rank) + ", ";
-  message += std::string(file) + ":" + std::to_string(line) + ")";
+  // Inside the repository: where the build lay says nothing to a reader.
+  std::string path = file;
+  if (const std::size_t at = path.rfind("/examples/"); at != std::string::npos)
+    path.erase(0, at + 1);
+  message += path + ":" + std::to_string(line) + ")";
   if (no_memory) {
     throw zshard::OutOfMemory("the model's own memory on the GPU: " + message +
                               "; use a smaller --batch, --context or model");
