@@ -16,6 +16,7 @@
 #include <limits>
 #include <utility>
 
+#include "offload/io/lock_limit.hpp"
 #include "runtime/base/descriptor.hpp"
 #include "runtime/base/log.hpp"
 #include "runtime/base/system_reason.hpp"
@@ -27,14 +28,16 @@ constexpr std::uint64_t kWakeTag = std::numeric_limits<std::uint64_t>::max() - 1
 /// The system registers no larger piece of memory.
 constexpr std::size_t kMostRegistered = std::size_t{1} << 30;
 
-std::string describe_error(int error) {
+/// locked: what the call would lock.
+std::string describe_error(int error, std::int64_t locked = 0) {
   std::string text = base::system_reason(error);
   if (error == EPERM || error == EACCES) {
     text += "; kernel.io_uring_disabled or a seccomp filter forbids it";
   } else if (error == ENOSYS) {
     text += "; this kernel or a seccomp filter has no io_uring";
-  } else if (error == ENOMEM) {
-    text += "; RLIMIT_MEMLOCK is too small";
+  } else if (const LockLimit limit = lock_limit(); error == ENOMEM && limit.counts()) {
+    if (locked > 0) text += fmt::format("; {} bytes would be locked", locked);
+    text += "; " + limit.text();
   }
   return text;
 }
@@ -55,10 +58,9 @@ class UringDriver final : public Driver {
   std::string open() {
     wake_ = base::Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!wake_.valid()) return "eventfd: " + base::system_reason(errno);
-    // Two more entries: the wake-up, and the time limit of kernels that take it as a request.
-    const auto entries = static_cast<unsigned>(depth_ + 2);
+    const auto entries = static_cast<unsigned>(depth_) + kOwnEntries;
     int error = -io_uring_queue_init(entries, &ring_, 0);
-    if (error != 0) return "io_uring_setup: " + describe_error(error);
+    if (error != 0) return "io_uring_setup: " + describe_error(error, locked_bytes(depth_, 0));
     open_ = true;
     if (io_uring_probe* probe = io_uring_get_probe_ring(&ring_); probe != nullptr) {
       const bool has = io_uring_opcode_supported(probe, IORING_OP_READ) != 0 &&
@@ -109,9 +111,10 @@ class UringDriver final : public Driver {
     }
     static std::atomic_flag said;
     if (!said.test_and_set()) {
-      base::log_info(base::Topic::offload, rank_,
-                     "io_uring does not register buffers of {} bytes: {}. Going on without.",
-                     buffers.size(), describe_error(error));
+      base::log_info(
+          base::Topic::offload, rank_,
+          "io_uring does not register buffers of {} bytes: {}. Going on without.", buffers.size(),
+          describe_error(error, locked_bytes(depth_, static_cast<std::int64_t>(buffers.size()))));
     }
   }
 
@@ -179,8 +182,8 @@ class UringDriver final : public Driver {
 
   /// Reserves what start() and reap() append to.
   void reserve() {
-    queued_.reserve(static_cast<std::size_t>(depth_) + 2);
-    refused_.reserve(static_cast<std::size_t>(depth_) + 2);
+    queued_.reserve(static_cast<std::size_t>(depth_) + kOwnEntries);
+    refused_.reserve(static_cast<std::size_t>(depth_) + kOwnEntries);
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <system_error>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "offload/io/driver.hpp"
 #include "offload/io/extent_file.hpp"
 #include "offload/io/failure.hpp"
+#include "offload/io/lock_limit.hpp"
 #include "offload/io/pages.hpp"
 #include "offload/io/stripe.hpp"
 #include "offload/io/thread.hpp"
@@ -200,11 +202,12 @@ class DiskStore final : public Store {
   void open() {
     const std::int64_t block = block_of(options());
     StripeMap map = make_map(options(), block);
-    DriverOptions driver{.backend = options().backend,
-                         .buffers = options().buffers,
-                         .block_bytes = block,
-                         .depth = options().depth,
-                         .rank = options().rank};
+    DriverOptions driver{
+        .backend = options().backend,
+        .buffers = options().register_buffers ? options().buffers : std::span<std::byte>{},
+        .block_bytes = block,
+        .depth = options().depth,
+        .rank = options().rank};
     // Before the files: reserving space that is not there would take what is left from others
     // first.
     check_space(space_of(options(), map), options().rank, 1);
@@ -360,6 +363,28 @@ void Store::check(const StoreOptions& options) {
   const StripeMap map(options.bytes, block_of(options),
                       std::vector<int>(options.directories.size(), 1));
   check_space(space_of(options, map), options.rank, std::max(1, options.ranks_here));
+}
+
+bool Store::may_register(const StoreOptions& options, std::int64_t buffers) {
+  if (options.backend == IoBackendKind::posix) return true;
+  const std::int64_t each = locked_bytes(options.depth, buffers);
+  const int ranks = std::max(1, options.ranks_here);
+  std::int64_t all = 0;
+  if (__builtin_mul_overflow(each, std::int64_t{ranks}, &all)) {
+    all = std::numeric_limits<std::int64_t>::max();
+  }
+  const LockLimit limit = lock_limit();
+  if (limit.allows(all)) return true;
+  // Where there is no ring at all, make() says so.
+  if (!io_uring_refusal().empty()) return false;
+  static std::atomic_flag said;
+  if (!said.test_and_set()) {
+    base::log_info(base::Topic::offload, options.rank,
+                   "io_uring will not register buffers: {} bytes would be locked, {} for each of "
+                   "{} rank(s) here, and {}. Going on without: same bits.",
+                   all, each, ranks, limit.text());
+  }
+  return false;
 }
 
 std::unique_ptr<Store> Store::make(StoreOptions options) {

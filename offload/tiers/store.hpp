@@ -34,6 +34,7 @@ struct StoreOptions {
   std::function<std::string(std::int64_t offset)> describe;
   /// Memory of most transfers, to be registered; kAlignment. make() reads zeros into it.
   std::span<std::byte> buffers;
+  bool register_buffers = true;  // as may_register() says
   /// Where the checksums are kept; empty: no verification. verify_words(bytes) elements.
   std::span<std::uint64_t> checksums;
   /// Owns the memory of transfers: kept where a device does not answer, as long as it may still
@@ -59,6 +60,10 @@ class Store {
   /// ranks_here; makes nothing. For all ranks before any of them makes its store: afterwards free
   /// space and what ranks still need do not compare.
   static void check(const StoreOptions& options);
+  /// Whether the system lets all ranks_here lock what io_uring would have of each: the ring and
+  /// `buffers` bytes. If not, says once a process what is needed. Before any rank makes its store,
+  /// since what ranks have locked counts.
+  [[nodiscard]] static bool may_register(const StoreOptions& options, std::int64_t buffers);
   /// Waits for what is under way; after the deadline it says so, and keeps what the device may
   /// still use.
   virtual ~Store() = default;

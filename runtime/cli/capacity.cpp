@@ -3,6 +3,7 @@
 #include <limits>
 #include <optional>
 
+#include "offload/io/lock_limit.hpp"
 #include "runtime/base/bytes.hpp"
 
 namespace zshard::cli {
@@ -34,6 +35,11 @@ std::int64_t disk_bytes(const MemoryPlan& plan) {
 
 std::int64_t main_memory_bytes(const MemoryPlan& plan, const EngineOptions& options) {
   return options.device == DeviceKind::host ? plan.memory_bytes() : plan.arena_bytes(Tier::host);
+}
+
+std::int64_t locked_bytes(const engine::TierMap& tiers, const EngineOptions& options) {
+  if (!tiers.uses_store() || options.offload.io_backend == IoBackendKind::posix) return 0;
+  return offload::locked_bytes(options.offload.io_depth, tiers.transfer_bytes());
 }
 
 std::vector<std::string> Capacity::lacks(const MemoryPlan& plan,

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/engine/tier_map.hpp"
 #include "zshard/memory_plan.hpp"
 #include "zshard/options.hpp"
 
@@ -18,6 +19,9 @@ std::int64_t disk_bytes(const MemoryPlan& plan);
 
 /// Bytes of main memory that one rank takes: on a GPU the device tier is not among them.
 std::int64_t main_memory_bytes(const MemoryPlan& plan, const EngineOptions& options);
+
+/// Bytes that io_uring locks for one rank; 0: it uses none.
+std::int64_t locked_bytes(const engine::TierMap& tiers, const EngineOptions& options);
 
 struct Capacity {
   std::int64_t memory = -1;  // bytes for all ranks here; -1: not known, not checked

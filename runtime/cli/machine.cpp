@@ -1,11 +1,9 @@
 #include "runtime/cli/machine.hpp"
 
 #include <dlfcn.h>
-#include <linux/capability.h>
 #include <linux/io_uring.h>
 #include <sched.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
@@ -20,6 +18,7 @@
 #include <limits>
 #include <system_error>
 
+#include "offload/io/lock_limit.hpp"
 #include "runtime/base/build_config.hpp"
 #include "runtime/base/descriptor.hpp"
 #include "runtime/memory/arena.hpp"
@@ -73,7 +72,8 @@ Usable try_to_register(int ring) {
   const int error = errno;
   munmap(memory, kProbeBytes);
   if (result == 0) return {true, ""};
-  return {false, reason_of(error) + (error == ENOMEM ? " (RLIMIT_MEMLOCK is too small)" : "")};
+  const offload::LockLimit limit = offload::lock_limit();
+  return {false, reason_of(error) + (error == ENOMEM && limit.counts() ? "; " + limit.text() : "")};
 }
 
 // -- the CUDA driver, by hand: the tool has to start where there is none --
@@ -158,11 +158,6 @@ void list_gpus(Gpus& gpus) {
   }
 }
 
-bool may_lock_memory() {
-  const std::string mask = field("/proc/self/status", "CapEff");
-  return (std::strtoull(mask.c_str(), nullptr, 16) >> CAP_IPC_LOCK & 1) != 0;
-}
-
 }  // namespace
 
 IoUring probe_io_uring() {
@@ -241,12 +236,9 @@ MemoryFacts probe_memory() {
   facts.huge_pages = selected(first_line("/sys/kernel/mm/transparent_hugepage/enabled"));
   facts.shared_huge_pages =
       selected(first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"));
-  rlimit limit{};
-  if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    facts.memlock = static_cast<std::int64_t>(std::min<rlim_t>(
-        limit.rlim_cur, static_cast<rlim_t>(std::numeric_limits<std::int64_t>::max())));
-  }
-  facts.memlock_exempt = may_lock_memory();
+  const offload::LockLimit limit = offload::lock_limit();
+  facts.memlock = limit.bytes;
+  facts.memlock_exempt = limit.exempt;
   return facts;
 }
 

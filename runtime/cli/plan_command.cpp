@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "offload/io/extent_file.hpp"
+#include "offload/io/lock_limit.hpp"
 #include "runtime/base/bytes.hpp"
 #include "runtime/cli/arguments.hpp"
 #include "runtime/cli/capacity.hpp"
@@ -71,6 +72,7 @@ struct Answer {
   std::optional<Largest> largest;
   /// The same with the least gather_budget, where gathered parameters had none.
   std::optional<Largest> largest_with_budget;
+  offload::LockLimit lock = offload::lock_limit();
 };
 
 std::string layers_text(std::int64_t layers) {
@@ -337,6 +339,8 @@ Json PlanCommand::json_of(const Answer& a) const {
     options[option.name] = or_null(get_option(a.blueprint.options, option.name));
   }
   const auto known = [](std::int64_t size) { return size < 0 ? Json(nullptr) : Json(size); };
+  const std::int64_t locked =
+      capped_product(locked_bytes(a.blueprint.tiers, a.blueprint.options), a.capacity.ranks);
   Json result = {{"model", model},
                  {"world", world_},
                  {"optimizer", rules()[rule_].name},
@@ -353,7 +357,11 @@ Json PlanCommand::json_of(const Answer& a) const {
                     capped_product(main_memory_bytes(plan, a.blueprint.options), a.capacity.ranks)},
                    {"memory_available", known(a.capacity.memory)},
                    {"disk_needed", capped_product(disk_bytes(plan), a.capacity.ranks)},
-                   {"disk_available", known(a.capacity.disk)}}},
+                   {"disk_available", known(a.capacity.disk)},
+                   {"locked_needed", locked},
+                   {"locked_available",
+                    a.lock.counts() ? Json(std::max<std::int64_t>(0, a.lock.bytes - a.lock.used))
+                                    : Json(nullptr)}}},
                  {"fits", a.lacks.empty()},
                  {"lacks", a.lacks},
                  {"change", or_null(a.change)}};
@@ -401,6 +409,14 @@ std::string PlanCommand::text_of(const Answer& a) const {
     line("disk",
          fmt::format("{} {}", base::human_bytes(capped_product(disk_bytes(plan), a.capacity.ranks)),
                      of(a.capacity.disk, "(not checked: give --nvme-dir or --disk)")));
+  }
+  const std::int64_t locked = capped_product(locked_bytes(b.tiers, b.options), a.capacity.ranks);
+  if (locked > 0 && a.lock.counts()) {
+    line("locked",
+         fmt::format(
+             "{} of {} if io_uring registers its buffers{}", base::human_bytes(locked),
+             base::human_bytes(a.lock.bytes),
+             a.lock.allows(locked) ? "" : ", which it then does not (ulimit -l): a little slower"));
   }
   if (a.largest) line("largest", cli::text_of(*a.largest));
   if (a.largest_with_budget) line("", cli::text_of(*a.largest_with_budget));

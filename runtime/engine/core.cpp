@@ -123,7 +123,11 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
           "a tier is nvme, and offload.nvme_dir is not set: name the directory for its file");
     }
     // Before any rank makes its file: afterwards free space and what is needed do not compare.
-    if (blueprint_.tiers.uses_store()) offload::Store::check(store_options());
+    if (blueprint_.tiers.uses_store()) {
+      const offload::StoreOptions disk = store_options();
+      offload::Store::check(disk);
+      register_buffers_ = offload::Store::may_register(disk, blueprint_.tiers.transfer_bytes());
+    }
     text = blueprint_.identity();
   });
   agree(status, text, own);
@@ -230,9 +234,8 @@ void Core::make_store() {
   const TierMap& map = blueprint_.tiers;
   offload::StoreOptions options = store_options();
   options.owner = storage_->owner();
-  // All staging memory but the checksums is the transfers'.
-  const std::int64_t buffers = map.staging_bytes - map.checksum_bytes;
-  options.buffers = {storage_->staging(rank_, 0), static_cast<std::size_t>(buffers)};
+  options.buffers = {storage_->staging(rank_, 0), static_cast<std::size_t>(map.transfer_bytes())};
+  options.register_buffers = register_buffers_;
   options.checksums = {reinterpret_cast<std::uint64_t*>(storage_->staging(rank_, map.checksums)),
                        static_cast<std::size_t>(map.checksum_bytes / 8)};
   store_ = offload::Store::make(std::move(options));

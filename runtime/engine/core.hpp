@@ -344,6 +344,7 @@ class Core final : private CursorSink {
   double update_seconds_ = 0.0;
   double raw_share_ = 0.0;  // of the present step
   // Bytes a second: what the device was seen to reach, in the probe at construction or since.
+  bool register_buffers_ = true;  // of the store
   double raw_read_ = 0.0;
   double raw_write_ = 0.0;
   struct Totals {

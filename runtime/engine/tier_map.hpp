@@ -86,6 +86,8 @@ struct TierMap {
   std::int64_t staging_bytes = 0;
 
   [[nodiscard]] bool uses_store() const { return store_bytes != 0; }
+  /// The first part of the staging memory: all but the checksums is the transfers'.
+  [[nodiscard]] std::int64_t transfer_bytes() const { return staging_bytes - checksum_bytes; }
   /// What lies at an offset of the store, for messages.
   [[nodiscard]] std::string describe(const shard::Layout& layout, std::int64_t offset) const;
 };

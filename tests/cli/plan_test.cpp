@@ -1,5 +1,6 @@
 // zshard plan: equal to what an engine takes, byte by byte; whether it fits; what to change.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <map>
 #include <mutex>
@@ -215,6 +216,40 @@ TEST(Plan, DiskCounts) {
   EXPECT_EQ(run_tool(job + Arguments{"--disk", std::to_string(needed)}).code(), 0);
   EXPECT_EQ(run_tool(job + Arguments{"--disk", std::to_string(needed - 1)}).code(), 1);
   EXPECT_EQ(run_tool(job + Arguments{"--nvme-dir", "/nowhere/at/all"}).code(), 2);
+}
+
+TEST(Plan, LockedMemoryIsToldAndRefusesNothing) {
+  const Arguments job = Arguments{"plan", "--json", "--world", "4", "--ranks-here", "2"} + kGpt;
+  const auto needed = [&](const Arguments& more) {
+    const Ending end = run_tool(job + more);
+    EXPECT_EQ(end.code(), 0) << end.text();
+    return end.said().at("machine").at("locked_needed").get<std::int64_t>();
+  };
+  EXPECT_EQ(needed({}), 0);
+  EXPECT_EQ(needed({"--optimizer-tier", "host"}), 0);
+  EXPECT_EQ(needed({"--optimizer-tier", "nvme", "--io-backend", "posix"}), 0);
+  const std::int64_t all = needed({"--optimizer-tier", "nvme", "--disk", "1TiB"});
+  const std::int64_t plain = needed({"--optimizer-tier", "nvme", "--io-verify", "false"});
+  EXPECT_EQ(all, plain);
+  EXPECT_GT(all, std::int64_t{4} << 20);
+  EXPECT_EQ(all, needed({"--optimizer-tier", "nvme", "--io-verify", "true"}))
+      << "checksums are not the disk's";
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+  std::string words;
+  for (const std::string& word : Arguments{"--world", "4", "--optimizer-tier", "nvme"} + kGpt) {
+    words += " " + word;
+  }
+  const std::string user =
+      "ulimit -l 64; exec setpriv --reuid=65534 --regid=65534 --clear-groups \"$1\" plan" + words;
+  const Ending text = run_script(user);
+  EXPECT_EQ(text.code(), 0) << text.text();
+  EXPECT_NE(text.output.find("of 64.00 KiB if io_uring registers its buffers, which it then does "
+                             "not (ulimit -l)"),
+            std::string::npos)
+      << text.text();
+  const Ending json = run_script(user + " --json");
+  ASSERT_EQ(json.code(), 0) << json.text();
+  EXPECT_EQ(json.said().at("machine").at("locked_available"), 65536);
 }
 
 TEST(Plan, DirectoriesNamedTwiceAreRefusedAsByTheEngine) {

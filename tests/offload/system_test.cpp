@@ -14,7 +14,9 @@
 #include <atomic>
 #include <cerrno>
 #include <fstream>
+#include <limits>
 
+#include "offload/io/lock_limit.hpp"
 #include "offload/io/tuner.hpp"
 #include "runtime/base/log.hpp"
 #include "tests/offload/support.hpp"
@@ -185,6 +187,121 @@ TEST(Refusals, OfRegistrationGoOnWithoutRegisteredMemory) {
               }
               if (lines.count("register") + lines.count("posix") != 1) return "said not once";
               return "";
+            }),
+            "");
+}
+
+/// Becomes a user of this process' own, whose locked memory nobody else adds to, with that limit.
+/// "" or why not.
+std::string lock_at_most(std::int64_t bytes) {
+  const auto most = bytes < 0 ? RLIM_INFINITY : static_cast<rlim_t>(bytes);
+  const rlimit limit{most, most};
+  const auto user = static_cast<uid_t>(200000 + getpid());
+  if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "no such limit here";
+  if (setgroups(0, nullptr) != 0 || setgid(user) != 0 || setuid(user) != 0) return "no other user";
+  return "";
+}
+
+TEST(Refusals, OfLockedMemoryAreForeseenAndSaidOnce) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+  if (!io_uring_refusal().empty()) GTEST_SKIP() << "io_uring: " << io_uring_refusal();
+  constexpr unsigned kBuffers = 0;  // IORING_REGISTER_BUFFERS
+  constexpr std::int64_t kBytes = 2 * kMiB;
+  for (const int ranks : {1, 3}) {
+    const StoreOptions plain = options_in("", kBytes);
+    const std::int64_t need = ranks * locked_bytes(plain.depth, kBytes);
+    for (const std::int64_t limit : {std::int64_t{0}, need - kPage, need, std::int64_t{-1}}) {
+      const bool enough = limit < 0 || limit >= need;
+      const std::string end = in_child([&]() -> std::string {
+        if (std::string why = lock_at_most(limit); !why.empty()) return why;
+        const Lines lines;
+        const Directory directory;
+        const std::int64_t page = sysconf(_SC_PAGESIZE);
+        std::vector<Pages> pages;
+        std::vector<std::unique_ptr<Store>> stores;
+        StoreOptions wanted = options_in(directory.path(), kBytes, IoBackendKind::io_uring);
+        wanted.ranks_here = ranks;
+        if (page != kPage) return "";
+        for (int twice = 0; twice < 2; ++twice) {
+          if (Store::may_register(wanted, kBytes) != enough) return "planned otherwise";
+        }
+        // An attempt would show: by another reason.
+        if (!enough && !refuse_registration({kBuffers}, EXDEV)) return "no filter";
+        wanted.register_buffers = enough;
+        for (int r = 0; r < ranks; ++r) {
+          wanted.buffers = pages.emplace_back(kBytes).bytes();
+          auto& store = stores.emplace_back(Store::make(wanted));
+          if (has(store->backend(), "registered buffers") != enough) return store->backend();
+          const std::string bits = round_trip(*store, wanted.buffers);
+          if (!bits.empty()) return bits;
+        }
+        if (lines.count("Invalid cross-device link") != 0) return "attempted";
+        if (lines.count("(RLIMIT_MEMLOCK) is") != (enough ? 0 : 1)) return "said not once";
+        if (lines.count("raise it (ulimit -l)") != (enough ? 0 : 1)) return "no way out";
+        // Where the ring itself is refused, that is what is said.
+        const bool ring = has(stores[0]->backend(), "io_uring");
+        if (!enough && !ring && lines.count(" bytes would be locked") != 1) return "and the ring?";
+        if (!enough && ring && lines.count(std::to_string(need) + " bytes would be locked") != 1) {
+          return "said not what is needed";
+        }
+        if (!enough && lines.count("is " + std::to_string(limit) + " bytes") != 1) {
+          return "said not what there is";
+        }
+        return "";
+      });
+      if (end == "no such limit here" && limit < 0) continue;
+      EXPECT_EQ(end, "") << ranks << " ranks, limit " << limit << " of " << need;
+    }
+  }
+}
+
+TEST(Refusals, OfLockedMemoryCountWhatTheProcessHasAndWhoItIs) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+  if (!io_uring_refusal().empty()) GTEST_SKIP() << "io_uring: " << io_uring_refusal();
+  EXPECT_TRUE(offload::LockLimit{}.allows(std::numeric_limits<std::int64_t>::max()));
+  EXPECT_FALSE((offload::LockLimit{.bytes = 10, .used = 4}.allows(7)));
+  EXPECT_TRUE((offload::LockLimit{.bytes = 10, .used = 4}.allows(6)));
+  constexpr std::int64_t kBytes = 2 * kMiB;
+  // Root may lock as much as it likes.
+  EXPECT_EQ(in_child([&]() -> std::string {
+              if (!lock_limit().exempt) return "";
+              const rlimit none{0, 0};
+              setrlimit(RLIMIT_MEMLOCK, &none);
+              const Lines lines;
+              const Directory directory;
+              const Pages pages(kBytes);
+              StoreOptions wanted = options_in(directory.path(), kBytes, IoBackendKind::io_uring);
+              wanted.buffers = pages.bytes();
+              if (!Store::may_register(wanted, kBytes)) return "refused";
+              const auto store = Store::make(wanted);
+              return has(store->backend(), "registered buffers") ? "" : store->backend();
+            }),
+            "");
+  // What is registered counts, and goes with its store.
+  EXPECT_EQ(in_child([&]() -> std::string {
+              const StoreOptions plain = options_in("", kBytes);
+              const std::int64_t need = locked_bytes(plain.depth, kBytes);
+              if (std::string why = lock_at_most(2 * need - kPage); !why.empty()) return why;
+              const Directory directory;
+              const Pages pages(kBytes);
+              StoreOptions wanted = options_in(directory.path(), kBytes, IoBackendKind::io_uring);
+              wanted.buffers = pages.bytes();
+              if (!Store::may_register(wanted, kBytes)) return "refused the first";
+              auto store = Store::make(wanted);
+              if (!has(store->backend(), "registered buffers")) return store->backend();
+              if (lock_limit().used < kBytes) return std::to_string(lock_limit().used);
+              if (Store::may_register(wanted, 2 * kBytes)) return "allowed too much";
+              store.reset();
+              return lock_limit().used == 0 ? "" : "kept";
+            }),
+            "");
+  // All capabilities, but in a user namespace of one's own: io_uring counts nevertheless.
+  EXPECT_EQ(in_child([&]() -> std::string {
+              if (std::string why = lock_at_most(64 * 1024); !why.empty()) return why;
+              if (unshare(CLONE_NEWUSER) != 0) return "";
+              if (lock_limit().exempt) return "exempt";
+              StoreOptions wanted = options_in("", kBytes, IoBackendKind::io_uring);
+              return Store::may_register(wanted, kBytes) ? "allowed" : "";
             }),
             "");
 }

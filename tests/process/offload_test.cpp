@@ -6,12 +6,17 @@
 #include <unistd.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <random>
 
+#include "offload/io/driver.hpp"
+#include "offload/io/lock_limit.hpp"
+#include "runtime/base/log.hpp"
+#include "runtime/engine/blueprint.hpp"
 #include "tests/engine/cases.hpp"
 #include "tests/process/scenario.hpp"
 
@@ -81,9 +86,24 @@ void limit_files(rlim_t bytes) {
   if (setrlimit(RLIMIT_FSIZE, &limit) != 0) throw std::runtime_error("cannot set RLIMIT_FSIZE");
 }
 
+/// Another user, who may lock so much memory.
+void become(uid_t user, rlim_t locked) {
+  const rlimit limit{locked, locked};
+  if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0 || setresgid(user, user, user) != 0 ||
+      setresuid(user, user, user) != 0) {
+    throw std::runtime_error("cannot become another user");
+  }
+}
+
 // Four steps; something happens to rank 1's disk before the third.
 const lab::Scenario offload("offload", [](const Json& a) {
   const std::string event = a.value("event", "");
+  std::string lines;
+  if (a.contains("locked")) {
+    become(a["user"].get<uid_t>(), a["locked"].get<rlim_t>());
+    base::set_log_levels("info");
+    base::set_log_sink([&](const base::LogRecord& r) { lines += std::string(r.message) + "\n"; });
+  }
   const ProcessGroup group = ProcessGroup::from_environment();
   const bool victim = group.rank() == group.size() - 1;
   Engine engine(model(a.value("elements", 20000)), AdamW{.lr = 0.01}, group, options_of(a));
@@ -119,6 +139,7 @@ const lab::Scenario offload("offload", [](const Json& a) {
   train_step(engine, 2);
   told["digest"] = digest(engine);
   told["ledger"] = engine.ledger() == engine.plan();
+  told["log"] = lines;
   say(told);
 });
 
@@ -291,6 +312,44 @@ TEST_F(ProcessOffload, ADirectoryWithoutPermissionToWriteIsAUsageError) {
   expect_error(run_job(1, "offload as another user", arguments)[0], "UsageError",
                {"offload.nvme_dir", "belongs to uid 0"}, "of root");
   EXPECT_TRUE(empty());
+}
+
+// The limit is one for all processes of a user.
+TEST_F(ProcessOffload, ALimitOfLockedMemoryIsComparedWithAllRanksBeforeTheyRegister) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+  if (const std::string why = offload::io_uring_refusal(); !why.empty()) GTEST_SKIP() << why;
+  Json arguments = {{"tiers", std::size_t{lab::kAllNvme}}, {"dir", directory_}};
+  const EngineOptions options = options_of(arguments);
+  rlimit most{};
+  getrlimit(RLIMIT_MEMLOCK, &most);
+  for (const int world : {1, 2}) {
+    const std::string digest = expected(world);
+    const auto need =
+        world *
+        offload::locked_bytes(
+            options.offload.io_depth,
+            engine::Blueprint::make(model(), AdamW{}, world, options).tiers.transfer_bytes());
+    for (const bool enough : {false, true}) {
+      if (enough && static_cast<rlim_t>(need) > most.rlim_max) continue;
+      // A user of this run's own: nobody else's locked memory counts.
+      const auto user = static_cast<uid_t>(200000 + getpid());
+      ASSERT_EQ(chown(directory_.c_str(), user, user), 0);
+      arguments["user"] = user;
+      arguments["locked"] =
+          std::min(most.rlim_max, static_cast<rlim_t>(need - (enough ? 0 : 4096)));
+      const auto ends = run_job(world, "offload", arguments);
+      expect_digest(ends, digest, "locked memory");
+      for (const Ending& end : ends) {
+        const auto log = end.said().value("log", "");
+        EXPECT_EQ(log.find("registered buffers\n") != std::string::npos, enough) << log;
+        EXPECT_EQ(log.find("io_uring will not register buffers: " + std::to_string(need) +
+                           " bytes would be locked") != std::string::npos,
+                  !enough)
+            << log;
+        EXPECT_EQ(log.find("does not register buffers"), std::string::npos) << log;
+      }
+    }
+  }
 }
 
 TEST_F(ProcessOffload, AKillInTheMiddleOfAStepLeavesNothingAndNamesTheRank) {
