@@ -203,7 +203,9 @@ std::string lock_at_most(std::int64_t bytes) {
 }
 
 TEST(Refusals, OfLockedMemoryAreForeseenAndSaidOnce) {
-  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+  if (geteuid() != 0 || in_child([] { return lock_at_most(0); }) != "") {
+    GTEST_SKIP() << "needs root, to become another user";
+  }
   if (!io_uring_refusal().empty()) GTEST_SKIP() << "io_uring: " << io_uring_refusal();
   constexpr unsigned kBuffers = 0;  // IORING_REGISTER_BUFFERS
   constexpr std::int64_t kBytes = 2 * kMiB;
@@ -256,7 +258,9 @@ TEST(Refusals, OfLockedMemoryAreForeseenAndSaidOnce) {
 }
 
 TEST(Refusals, OfLockedMemoryCountWhatTheProcessHasAndWhoItIs) {
-  if (geteuid() != 0) GTEST_SKIP() << "needs root, to become another user";
+  if (geteuid() != 0 || in_child([] { return lock_at_most(0); }) != "") {
+    GTEST_SKIP() << "needs root, to become another user";
+  }
   if (!io_uring_refusal().empty()) GTEST_SKIP() << "io_uring: " << io_uring_refusal();
   EXPECT_TRUE(offload::LockLimit{}.allows(std::numeric_limits<std::int64_t>::max()));
   EXPECT_FALSE((offload::LockLimit{.bytes = 10, .used = 4}.allows(7)));
