@@ -276,7 +276,7 @@ std::vector<OptionRow> make_rows() {
           {.name = "update_on",
            .help = "with device = cuda, what updates optimizer state that is on the host or on "
                    "nvme: the host's cores, or the GPU, through which the state then passes. auto: "
-                   "the host"},
+                   "each in turn in the first steps, then the faster one"},
           [](auto& o) -> auto& { return o.offload.update_on; },
           choice({UpdateOn::automatic, UpdateOn::device, UpdateOn::host})),
       row(

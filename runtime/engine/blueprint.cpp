@@ -207,6 +207,10 @@ std::vector<EngineOptions> changes(const Blueprint& b, int world) {
   const auto add = [&](EngineOptions options, auto&& edit) {
     edit(options);
     all.push_back(options);
+    if (options.device == DeviceKind::host || options.offload.optimizer == Tier::device) return;
+    if (options.offload.update_on == UpdateOn::host) return;
+    options.offload.update_on = UpdateOn::host;  // no buffers on the GPU
+    all.push_back(options);
   };
   const auto plain = [](EngineOptions&) {};
   const auto host = [](EngineOptions& o) { o.offload.optimizer = Tier::host; };
@@ -222,6 +226,7 @@ std::vector<EngineOptions> changes(const Blueprint& b, int world) {
   };
   const bool disk = now.offload.optimizer == Tier::nvme || now.offload.gradients == Tier::nvme ||
                     now.offload.parameters == Tier::nvme;
+  if (now.device != DeviceKind::host) add(now, plain);
   if (disk) {  // less staging memory, or none
     add(now, [](EngineOptions& o) { o.offload.io_buffers = std::min(o.offload.io_buffers, 3); });
     for (const int buffers : {3, 1}) {

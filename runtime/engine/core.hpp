@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -28,6 +29,7 @@
 #include "runtime/engine/disk_window.hpp"
 #include "runtime/engine/state_stream.hpp"
 #include "runtime/engine/storage.hpp"
+#include "runtime/engine/update_trial.hpp"
 #include "runtime/kernels/pool.hpp"
 #include "zshard/engine.hpp"
 #include "zshard/error.hpp"
@@ -229,6 +231,9 @@ class Core final : private CursorSink {
   /// what the rank updates of the segment.
   template <class Body>
   void each_range(const SubGroup& g, Body&& body) const;
+  /// With update_on = auto: where the coming update runs; and how long it took there.
+  void choose_place();
+  void judge_place(std::chrono::steady_clock::time_point start);
   /// A group, by a device rank's kernels: what is not on the device passes through a buffer there.
   void update_by_device(std::int32_t group, float factor, int half);
   void update_on_device(const SubGroup& g, const GroupMemory& at, float factor);
@@ -326,9 +331,10 @@ class Core final : private CursorSink {
   std::vector<std::int32_t> order_;     // touched units in update order
   std::vector<std::int32_t> streamed_;  // their sub-groups on disk, likewise
   bool prefetched_ = false;             // for the coming step
-  std::vector<std::int32_t> staged_;    // groups that a device rank updates on the host
-  std::size_t staged_next_ = 0;         // the next one to be updated
-  std::size_t staged_brought_ = 0;      // the next one to be brought
+  UpdateTrial trial_;
+  std::vector<std::int32_t> staged_;  // groups that a device rank updates on the host
+  std::size_t staged_next_ = 0;       // the next one to be updated
+  std::size_t staged_brought_ = 0;    // the next one to be brought
   // Groups in buffers of the stream that the device updates: the oldest first.
   struct Lowered {
     std::int32_t group = -1;

@@ -52,26 +52,29 @@ DeviceMap DeviceMap::make(const shard::Layout& layout, const TierMap& tiers,
   map.squares = take(8 * blocks);
   map.windows = take(kWindows * kWindowBytes);
   if (options.offload.gradients == Tier::nvme) map.landings = take(kPieces * map.piece_bytes);
-  map.on_host =
-      options.offload.optimizer != Tier::device && options.offload.update_on != UpdateOn::device;
+  const bool state_leaves = options.offload.optimizer != Tier::device;
+  map.on_host = state_leaves && options.offload.update_on != UpdateOn::device;
+  map.either = state_leaves && options.offload.update_on == UpdateOn::automatic;
+  const bool host = map.on_host;
+  const bool device = !map.on_host || map.either;
   for (const SubGroup& g : tiers.groups) {
     const shard::Segment& s = layout.units()[static_cast<std::size_t>(g.unit)]
                                   .segments[static_cast<std::size_t>(g.segment)];
-    const auto pass = [&](std::int64_t& bytes, bool on_device, std::int64_t each) {
-      if (on_device == map.on_host) bytes = std::max(bytes, rounded(each * g.count));
+    const auto pass = [&](std::int64_t& bytes, bool passes, std::int64_t each) {
+      if (passes) bytes = std::max(bytes, rounded(each * g.count));
     };
-    pass(map.gradient_bytes, gradient_on_device(options), 4);
-    pass(map.parameter_bytes, parameter_on_device(s, options), size_of(s.dtype));
-    if (map.on_host) continue;  // state is never brought to the host
-    pass(map.state_bytes, options.offload.optimizer == Tier::device,
+    const bool gradient = gradient_on_device(options);
+    const bool parameter = parameter_on_device(s, options);
+    pass(map.by_host.gradient, host && gradient, 4);
+    pass(map.by_host.parameter, host && parameter, size_of(s.dtype));
+    // State is never brought to the host: it is there.
+    pass(map.by_device.gradient, device && !gradient, 4);
+    pass(map.by_device.parameter, device && !parameter, size_of(s.dtype));
+    pass(map.by_device.state, device && state_leaves,
          std::int64_t{4} * (slots + (s.dtype == DType::f32 ? 0 : 1)));
   }
-  const std::int64_t buffers = kBuffers * map.buffer_bytes();
-  if (map.on_host) {
-    map.buffers = take(buffers);
-  } else {
-    map.upload_bytes = buffers;
-  }
+  if (host) map.buffers = take(kBuffers * map.by_host.bytes());
+  if (device) map.upload_bytes = kBuffers * map.by_device.bytes();
   map.staging_bytes = end - tiers.staging_bytes;
   return map;
 }

@@ -26,18 +26,25 @@ struct DeviceMap {
 
   /// Whether the update runs on the host's cores. Never with all of the state on the device.
   bool on_host = false;
-  // Of a sub-group what is not where the update runs comes and goes through one of kBuffers buffers
-  // there: first its gradient, fp32, then its parameter, then its state. 0: no group's passes.
-  std::int64_t gradient_bytes = 0;
-  std::int64_t parameter_bytes = 0;
-  std::int64_t state_bytes = 0;
+  /// Both places have their buffers: on_host may change between steps.
+  bool either = false;
+  /// Of a sub-group what is not where the update runs comes and goes through one of kBuffers
+  /// buffers there: first its gradient, fp32, then its parameter, then its state. 0: no group's
+  /// passes.
+  struct Passing {
+    std::int64_t gradient = 0;
+    std::int64_t parameter = 0;
+    std::int64_t state = 0;
+    [[nodiscard]] std::int64_t bytes() const { return gradient + parameter + state; }
+  };
+  Passing by_host;
+  Passing by_device;
   std::int64_t buffers = 0;        // in pinned host memory, of an update on the host
   std::int64_t staging_bytes = 0;  // pinned host memory in all
   std::int64_t upload_bytes = 0;   // device memory in all: the buffers of an update there
 
-  [[nodiscard]] std::int64_t buffer_bytes() const {
-    return gradient_bytes + parameter_bytes + state_bytes;
-  }
+  [[nodiscard]] const Passing& passing() const { return on_host ? by_host : by_device; }
+  [[nodiscard]] std::int64_t buffer_bytes() const { return passing().bytes(); }
   /// Whether the step moves a group between device and host at all.
   [[nodiscard]] bool staged() const { return buffer_bytes() != 0; }
 

@@ -116,11 +116,11 @@ float* DevicePlane::staged_gradient(int b) const {
 }
 
 std::byte* DevicePlane::staged_parameter(int b) const {
-  return reinterpret_cast<std::byte*>(staged_gradient(b)) + blueprint_.device.gradient_bytes;
+  return reinterpret_cast<std::byte*>(staged_gradient(b)) + blueprint_.device.passing().gradient;
 }
 
 float* DevicePlane::staged_state(int b) const {
-  return reinterpret_cast<float*>(staged_parameter(b) + blueprint_.device.parameter_bytes);
+  return reinterpret_cast<float*>(staged_parameter(b) + blueprint_.device.passing().parameter);
 }
 
 void DevicePlane::raise(int b, std::span<const Move> moves) {

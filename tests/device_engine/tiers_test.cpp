@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/engine/update_trial.hpp"
 #include "tests/device_engine/cuda_lab.hpp"
 #include "tests/engine/outcomes.hpp"
 #include "tests/offload/fault_driver.hpp"
@@ -341,6 +342,38 @@ TEST_F(CudaTiers, ThePassesWaitForNothingOfTheDevice) {
   }
 }
 
+// A device with half a millisecond before each of its tasks cannot win.
+TEST_F(CudaTiers, AutoUpdatesInEachPlaceInTurnAndThenWhereItWasFaster) {
+  for (const Tier tier : {Tier::host, Tier::nvme}) {
+    for (const int stage : stages()) {
+      SCOPED_TRACE("state on " + std::string(to_string(tier)) + ", stage " + std::to_string(stage));
+      const auto run = [&](UpdateOn on, std::vector<bool>* by_device) {
+        simulator::reset();
+        simulator::set_device_memory(std::int64_t{64} << 20);
+        simulator::set_delays(on == UpdateOn::automatic ? 500.0 : 0.0, 3);
+        Values values;
+        run_ranks(1, [&](const ProcessGroup& group) {
+          Trainer trainer(group, options_of(stage, {.optimizer = tier, .update_on = on}));
+          for (int step = 0; step < engine::UpdateTrial::kSteps + 2; ++step) {
+            trainer.passes(step);
+            const std::int64_t before = simulator::calls("adamw");
+            trainer.step();
+            if (by_device != nullptr) by_device->push_back(simulator::calls("adamw") > before);
+          }
+          EXPECT_EQ(trainer.engine().plan(), trainer.engine().ledger());
+          values = trainer.everything();
+        });
+        for (const simulator::Race& race : simulator::races()) ADD_FAILURE() << race.text();
+        return values;
+      };
+      std::vector<bool> by_device;
+      const Values values = run(UpdateOn::automatic, &by_device);
+      EXPECT_EQ(by_device, (std::vector{false, true, false, true, false, true, false, false}));
+      EXPECT_EQ(difference(run(UpdateOn::host, nullptr), values), "");
+    }
+  }
+}
+
 // -- disks that fail --
 
 struct Ended {
@@ -420,8 +453,7 @@ TEST_F(CudaTiers, ADiskThatFailsBehindTheVoteInterruptsAndTheStepIsResumed) {
   int fine = 0;
   int kind = 0;
   for (const int stage : stages()) {
-    for (const Placement& where :
-         lab::placements(static_cast<Stage>(stage), Accumulation::reduced)) {
+    for (Placement where : lab::placements(static_cast<Stage>(stage), Accumulation::reduced)) {
       if (where.optimizer != Tier::nvme && where.gradients != Tier::nvme &&
           where.parameters != Tier::nvme) {
         continue;
@@ -431,6 +463,10 @@ TEST_F(CudaTiers, ADiskThatFailsBehindTheVoteInterruptsAndTheStepIsResumed) {
         if (kSanitized && kind % 3 != 0) continue;
         const Operation only = kind % 2 == 0 ? Operation::write : Operation::read;
         const int buffers = 1 + kind % 5;
+        // The second step is the device's turn, and the third the host's.
+        if (where.update_on != UpdateOn::host && where.optimizer != Tier::device) {
+          where.update_on = kind % 2 == 0 ? UpdateOn::automatic : UpdateOn::device;
+        }
         SCOPED_TRACE("stage " + std::to_string(stage) + ", " + where.text() + ", " +
                      (only == Operation::read ? "read " : "write ") + std::to_string(after) +
                      ", buffers " + std::to_string(buffers));
