@@ -97,7 +97,8 @@ void apply_option_file(EngineOptions& options, const std::string& path);
 void apply_option_environment(EngineOptions& options);
 
 /// Applies `--name value` and `--name=value` arguments that name options, and returns the others in
-/// order. An argument that starts with `--zshard-` and names none is a UsageError.
+/// order. An argument that starts with `--zshard-` and names none is a UsageError, and so is an
+/// option that is named twice.
 std::vector<std::string> apply_option_arguments(EngineOptions& options,
                                                 std::span<const std::string> arguments);
 

@@ -65,8 +65,8 @@ class ProcessGroup {
 
 /// Settings of run_ranks.
 struct RunOptions {
-  /// How long the group's own calls, construction, reads and writes wait for a slow rank. The
-  /// engine's collectives have EngineOptions::deadline_seconds.
+  /// How long the group's own calls and the construction of engines wait for a slow rank. While an
+  /// engine lives, the group's calls wait no longer than its EngineOptions::deadline_seconds.
   double deadline_seconds = 600.0;
 };
 

@@ -374,7 +374,8 @@ std::vector<OptionRow> make_rows() {
           choice({Moments::f32, Moments::bf16, Moments::q8})),
       row(
           {.name = "loss_scale",
-           .help = "constant factor that the loop puts on its loss; the step takes it out again",
+           .help = "constant factor that the loop puts on its loss; the step takes it out again. "
+                   "Changes bits, except powers of 2 with which nothing overflows or underflows",
            .deepspeed = {{"fp16.loss_scale", DeepspeedValue::loss_scale}}},
           [](auto& o) -> auto& { return o.loss_scale; },
           number(kLeastLossScale, kMostLossScale, "numbers from 1e-30 to 1e30")),

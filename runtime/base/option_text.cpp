@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <map>
 #include <system_error>
 #include <utility>
 
@@ -190,6 +191,7 @@ std::vector<std::string> apply_option_arguments(EngineOptions& options,
                                                 std::span<const std::string> arguments) {
   EngineOptions changed = options;
   std::vector<std::string> others;
+  std::map<const base::OptionRow*, std::string> seen;  // and by which name
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const std::string& argument = arguments[i];
     if (argument == "--") {
@@ -213,6 +215,12 @@ std::vector<std::string> apply_option_arguments(EngineOptions& options,
       }
       others.push_back(argument);
       continue;
+    }
+    if (const auto [at, first] = seen.emplace(row, name); !first) {
+      throw UsageError((at->second == name ? "argument " + name + " is given twice"
+                                           : "arguments " + at->second + " and " + name +
+                                                 " both set the option " + row->info.name) +
+                       ". Leave one of them out.");
     }
     std::string_view value;
     if (equals != std::string::npos) {
@@ -303,8 +311,9 @@ std::string options_markdown() {
       "- Command line (`apply_option_arguments`): `--name value` or `--name=value`; every name "
       "also as `--zshard-name`, for\n"
       "  programs that have an argument of the short name. A value that starts with `--` needs "
-      "`=`. Everything else, and\n"
-      "  everything from `--` on, is handed back in order.\n"
+      "`=`. An option twice in one\n"
+      "  command line is a `UsageError`. Everything else, and everything from `--` on, is handed "
+      "back in order.\n"
       "- DeepSpeed JSON (`apply_deepspeed_config`): `none`, `cpu` and `nvme` are device, host and "
       "nvme; `sub_group_size` is in\n"
       "  fp32 elements of 4 bytes; `nvme_path` counts where its device is `nvme`; `loss_scale` "
@@ -332,7 +341,7 @@ std::string options_markdown() {
       "\n"
       "Log levels are trace, debug, info, warning, error and off; topics are the layers: base, "
       "device, memory, kernels,\n"
-      "comm, shard, optimizers, offload, engine, checkpoint, cli.\n";
+      "comm, shard, optimizers, offload, engine, checkpoint, cli. The default is warning.\n";
   return text;
 }
 

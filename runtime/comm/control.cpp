@@ -1,8 +1,11 @@
 #include "runtime/comm/control.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "zshard/error.hpp"
@@ -20,8 +23,9 @@ void put(std::array<char, N>& into, const std::string& text) {
 }
 
 std::string describe(const ControlSignature& s) {
-  return to_string(s.operation) + " (" + std::to_string(s.bytes) + " bytes, root " +
-         std::to_string(s.root) + ")";
+  const std::string root =
+      s.operation == Operation::broadcast ? ", root " + std::to_string(s.root) : std::string();
+  return to_string(s.operation) + " (" + std::to_string(s.bytes) + " bytes" + root + ")";
 }
 
 }  // namespace
@@ -93,13 +97,27 @@ std::optional<std::string> ControlBoard::left(int r) const {
   return std::string(rank(r).reason.data());
 }
 
-Control::Control(ControlBoard board, int rank, double deadline_seconds, double finish_seconds,
+Control::Control(ControlBoard board, int rank, double deadline_seconds, double finish_deadlines,
                  std::function<std::optional<std::string>(int)> gone)
     : board_(board),
       rank_(rank),
       deadline_(deadline_seconds),
-      finish_deadline_(finish_seconds),
+      finish_deadlines_(finish_deadlines),
       gone_(std::move(gone)) {}
+
+double Control::deadline_seconds() const {
+  return std::accumulate(limits_.begin(), limits_.end(), deadline_,
+                         [](double a, double b) { return std::min(a, b); });
+}
+
+void Control::limit_deadline(double seconds) {
+  limits_.push_back(seconds);
+}
+
+void Control::lift_deadline(double seconds) noexcept {
+  const auto one = std::find(limits_.begin(), limits_.end(), seconds);
+  if (one != limits_.end()) limits_.erase(one);
+}
 
 bool Control::everyone(bool arrival, std::uint32_t call) const {
   for (int r = 0; r < board_.world(); ++r) {
@@ -129,6 +147,7 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   const std::uint32_t call = ++calls_;
   if (!board_.arrive(me, call)) refuse();
 
+  const double most = deadline_seconds();
   const auto start = std::chrono::steady_clock::now();
   const auto waited = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -146,12 +165,14 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
       if (reason) return "rank " + std::to_string(r) + " is gone (" + *reason + ")";
       if (waited() > deadline) {
         return "rank " + std::to_string(r) + " did not " + (arrival ? "arrive" : "finish") +
-               " within " + std::to_string(deadline) + " s; raise the deadline if it is only slow";
+               fmt::format(
+                   " within {:g} s; raise the deadline (deadline_seconds) if it is only slow",
+                   deadline);
       }
     }
     // All that is missing is one instruction of some rank.
     if (uncounted && waited() > 2 * deadline) {
-      return "a rank that arrived was stopped for " + std::to_string(deadline) + " s";
+      return fmt::format("a rank that arrived was stopped for {:g} s", deadline);
     }
     return std::string();
   };
@@ -161,7 +182,7 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
     return found.empty() ? board_.why() : board_.why(found);
   };
   const auto poll = [&] {
-    lost = cause_of(missing(true, deadline_));
+    lost = cause_of(missing(true, most));
     return !lost.empty();
   };
   if (!board_.met().wait(call, poll) && board_.give_up(call, lost)) {
@@ -190,7 +211,7 @@ void Control::meet(const ControlSignature& signature, const std::function<void()
   bool complete = false;
   const auto poll_done = [&] {
     complete = everyone(false, call);  // whatever the counter lost by a rank's death
-    if (!complete) lost = missing(false, finish_deadline_);
+    if (!complete) lost = missing(false, finish_deadlines_ * most);
     if (!lost.empty()) lost = cause_of(lost);
     return complete || !lost.empty();
   };

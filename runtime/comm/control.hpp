@@ -10,6 +10,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "runtime/base/fork.hpp"
 #include "runtime/base/futex.hpp"
@@ -76,13 +77,16 @@ class ControlBoard {
 /// One rank's view of the control plane.
 class Control {
  public:
-  /// finish_seconds: how long a rank that has come to a call may take to finish it.
-  Control(ControlBoard board, int rank, double deadline_seconds, double finish_seconds,
+  /// finish_deadlines: in how many deadlines a rank that has come to a call is to finish it.
+  Control(ControlBoard board, int rank, double deadline_seconds, double finish_deadlines,
           std::function<std::optional<std::string>(int)> gone);
 
   /// move() runs between arrival and done of all ranks. CommError as Group says; UsageError in a
   /// forked child.
   void meet(const ControlSignature& signature, const std::function<void()>& move);
+  [[nodiscard]] double deadline_seconds() const;
+  void limit_deadline(double seconds);
+  void lift_deadline(double seconds) noexcept;
   [[nodiscard]] const ControlBoard& board() const { return board_; }
   /// False in a forked child, whose parent's words these are.
   [[nodiscard]] bool here() const { return mark_.here(); }
@@ -94,7 +98,8 @@ class Control {
   ControlBoard board_;
   int rank_;
   double deadline_;
-  double finish_deadline_;
+  double finish_deadlines_;
+  std::vector<double> limits_;  // of the deadline
   std::function<std::optional<std::string>(int)> gone_;
   std::uint32_t calls_ = 0;
   base::ProcessMark mark_;

@@ -1,5 +1,7 @@
 #include "runtime/comm/endpoint.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -183,7 +185,7 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     }
     if (waited > deadline_) {
       return what() + " did not " + (arrival ? "arrive" : "finish") + " within " +
-             std::to_string(deadline_) + " s" +
+             fmt::format("{:g}", deadline_) + " s" +
              (elsewhere
                   ? ": it is in " + to_string(*elsewhere) +
                         ", and every rank must make the same collective calls in the same order"

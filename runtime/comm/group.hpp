@@ -49,7 +49,11 @@ class Group {
   /// Among the ranks of this machine, as its launcher counts them: which GPU is its own.
   [[nodiscard]] virtual int local_rank() const { return rank(); }
   [[nodiscard]] virtual int size() const = 0;
+  /// How long calls wait for a slow rank.
   [[nodiscard]] virtual double deadline_seconds() const = 0;
+  /// Until the same number is lifted, calls wait no longer than this either.
+  virtual void limit_deadline(double /*seconds*/) {}
+  virtual void lift_deadline(double /*seconds*/) noexcept {}
 
   /// all[r * bytes ...) = rank r's `mine`; signature.bytes is the size. all may be null for a
   /// barrier of 0 bytes.

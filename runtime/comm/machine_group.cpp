@@ -23,8 +23,7 @@ MachineGroup::MachineGroup(const Placement& place, double deadline_seconds)
   rendezvous_->settle(own);
   board_ = pass(std::move(offered))[0];
   control_ = std::make_unique<Control>(ControlBoard(board_->data(), place.world), place.rank,
-                                       deadline_seconds, 2 * deadline_seconds,
-                                       [this](int r) { return gone(r); });
+                                       deadline_seconds, 2, [this](int r) { return gone(r); });
 }
 
 MachineGroup::~MachineGroup() {

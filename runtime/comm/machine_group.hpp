@@ -22,7 +22,9 @@ class MachineGroup final : public Group {
   int rank() const override { return rendezvous_->rank(); }
   int local_rank() const override { return rendezvous_->local_rank(); }
   int size() const override { return rendezvous_->world(); }
-  double deadline_seconds() const override { return rendezvous_->deadline_seconds(); }
+  double deadline_seconds() const override { return control_->deadline_seconds(); }
+  void limit_deadline(double seconds) override { control_->limit_deadline(seconds); }
+  void lift_deadline(double seconds) noexcept override { control_->lift_deadline(seconds); }
   void exchange(const ControlSignature& signature, const void* mine, void* all) override;
   void broadcast(const ControlSignature& signature, void* data) override;
   std::shared_ptr<memory::Arena> make_arena(std::int64_t bytes) override;

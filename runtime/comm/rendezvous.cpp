@@ -1,5 +1,7 @@
 #include "runtime/comm/rendezvous.hpp"
 
+#include <fmt/format.h>
+
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -274,7 +276,7 @@ void Rendezvous::listen_for_all() {
     if (ready <= 0) {
       if (!deadline.over()) continue;
       give_up("rank(s) " + absent() + " of " + std::to_string(place_.world) +
-              " did not come within " + std::to_string(deadline_) +
+              " did not come within " + fmt::format("{:g}", deadline_) +
               " s; start them, or correct the number of ranks (" + place_.launcher + ")");
     }
     for (int r = 1; r < place_.world; ++r) {
@@ -319,7 +321,7 @@ void Rendezvous::find_rank_zero() {
     if (connect(link.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) break;
     if (deadline.over()) {
       throw CommError(failure("rank " + std::to_string(place_.rank) + " of job " + place_.job +
-                              " found no rank 0 within " + std::to_string(deadline_) + " s (" +
+                              " found no rank 0 within " + fmt::format("{:g}", deadline_) + " s (" +
                               place_.launcher + ")"));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -342,7 +344,7 @@ void Rendezvous::find_rank_zero() {
   if (!spoken) {
     throw CommError("rank " + std::to_string(place_.rank) + ": rank 0 (process " +
                     std::to_string(who.pid) + ") did not answer within " +
-                    std::to_string(deadline_) + " s or has ended");
+                    fmt::format("{:g}", deadline_) + " s or has ended");
   }
   if (reply.refused != 0) throw CommError(std::string(reply.reason.data()));
   const std::size_t bytes = pids_.size() * sizeof(pid_t);

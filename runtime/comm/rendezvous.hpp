@@ -43,7 +43,6 @@ class Rendezvous {
   [[nodiscard]] int rank() const { return place_.rank; }
   [[nodiscard]] int local_rank() const { return place_.local_rank; }
   [[nodiscard]] int world() const { return place_.world; }
-  [[nodiscard]] double deadline_seconds() const { return deadline_; }
 
  private:
   Rendezvous(Placement place, double deadline) : place_(std::move(place)), deadline_(deadline) {}

@@ -57,7 +57,13 @@ int ThreadGroup::size() const {
   return static_cast<int>(world_->ranks.size());
 }
 double ThreadGroup::deadline_seconds() const {
-  return world_->deadline_seconds;
+  return control_.deadline_seconds();
+}
+void ThreadGroup::limit_deadline(double seconds) {
+  control_.limit_deadline(seconds);
+}
+void ThreadGroup::lift_deadline(double seconds) noexcept {
+  control_.lift_deadline(seconds);
 }
 
 void ThreadGroup::exchange(const ControlSignature& signature, const void* mine, void* all) {

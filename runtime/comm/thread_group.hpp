@@ -21,6 +21,8 @@ class ThreadGroup final : public Group {
   int rank() const override { return rank_; }
   int size() const override;
   double deadline_seconds() const override;
+  void limit_deadline(double seconds) override;
+  void lift_deadline(double seconds) noexcept override;
   void exchange(const ControlSignature& signature, const void* mine, void* all) override;
   void broadcast(const ControlSignature& signature, void* data) override;
   std::shared_ptr<memory::Arena> make_arena(std::int64_t bytes) override;

@@ -151,6 +151,8 @@ Core::Core(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup
   agree(status, text, own);
   attempt([&] { construct(std::move(board)); });
   agree(status, text, own);
+  // From here on the loop's own calls of the group, and the engine's, are as patient as its queues.
+  group_->limit_deadline(blueprint_.options.deadline_seconds);
   base::log_info(base::Topic::engine, rank_, "stage {}, {} ranks, {} units, {} bytes in arenas",
                  static_cast<int>(options.stage), world_, spec.units().size(),
                  storage_->reserved_bytes());
@@ -376,6 +378,7 @@ void Core::close() noexcept {
   windows_.reset();
   stream_.reset();
   store_.reset();  // waits for its transfers; the file goes with the engine, not with a last guard
+  group_->lift_deadline(blueprint_.options.deadline_seconds);
 }
 
 void Core::prepare_bindings() {

@@ -1,5 +1,7 @@
 #include "runtime/engine/device_plane.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -601,7 +603,7 @@ void DevicePlane::await(device::NativeEvent event, std::string_view what, bool a
     if (seconds_since(start) > deadline_) {
       const std::string message = "rank " + std::to_string(rank_) +
                                   ": the device has not finished " + std::string(what) +
-                                  " within " + std::to_string(deadline_) +
+                                  " within " + fmt::format("{:g}", deadline_) +
                                   " s; raise deadline_seconds if a step takes that long";
       break_off(message);
       throw CommError(message);
@@ -711,7 +713,7 @@ void DevicePlane::watch() {
         if (failure.empty() && seconds_since(last.since) > deadline_) {
           failure =
               "rank " + std::to_string(rank_) + ": a collective on the device is not complete " +
-              "after " + std::to_string(deadline_) +
+              "after " + fmt::format("{:g}", deadline_) +
               " s: a peer, or the work queued before it, is late; raise deadline_seconds if a "
               "step takes that long";
         }

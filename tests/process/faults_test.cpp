@@ -7,6 +7,7 @@
 #include <xxhash.h>
 
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <ctime>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include <limits>
 #include <random>
 
+#include "offload/io/driver.hpp"
 #include "runtime/shard/layout.hpp"
 #include "tests/process/scenario.hpp"
 
@@ -113,6 +115,55 @@ const lab::Scenario fault("fault", [](const Json& a) {
   // Whoever has come this far waits for the others; a victim may have gone a step further.
   train_with(engine, [] {});
   train_with(engine, [] {});
+});
+
+/// Stops its process at the first write after arm().
+class StoppingDriver final : public offload::Driver {
+ public:
+  explicit StoppingDriver(std::unique_ptr<Driver> inner) : inner_(std::move(inner)) {}
+  static void arm() { armed().store(true); }
+  void start(const offload::RawRequest& request) override {
+    if (request.operation == offload::Operation::write && armed().exchange(false)) raise(SIGSTOP);
+    inner_->start(request);
+  }
+  std::size_t reap(std::span<offload::RawCompletion> out, std::int64_t microseconds) override {
+    return inner_->reap(out, microseconds);
+  }
+  void wake() noexcept override { inner_->wake(); }
+  [[nodiscard]] int capacity() const override { return inner_->capacity(); }
+  [[nodiscard]] std::string name() const override { return inner_->name(); }
+
+ private:
+  static std::atomic<bool>& armed() {
+    static std::atomic<bool> instance{false};
+    return instance;
+  }
+  std::unique_ptr<Driver> inner_;
+};
+
+// A group with all the time in the world, an engine without: what waits in neither's queues.
+const lab::Scenario patient("patient group", [](const Json& a) {
+  const ProcessGroup group = ProcessGroup::from_environment();
+  const bool victim = group.rank() == 1;
+  EngineOptions options = options_of(a);
+  if (a["kind"] == "write of the step") {
+    offload::set_driver_decorator([](std::unique_ptr<offload::Driver> driver, int) {
+      return std::make_unique<StoppingDriver>(std::move(driver));
+    });
+    options.offload.optimizer = Tier::nvme;
+    options.offload.nvme_dir = a["dir"];
+  }
+  Engine engine(small_model(), AdamW{}, group, options);
+  train_with(engine, [] {});
+  group.barrier();
+  if (victim) mark(group.rank());
+  if (a["kind"] == "write of the step") {
+    if (victim) StoppingDriver::arm();
+    train_with(engine, [] {});
+  } else {
+    if (victim) raise(SIGSTOP);
+    group.barrier();
+  }
 });
 
 struct Fault {
@@ -216,6 +267,26 @@ TEST(ProcessFaults, ARankThatIsStoppedPastTheDeadlineIsNamedAndEndsWithAnErrorAs
     children.signal(1, SIGCONT);
     expect_error(children.wait(1), "CommError", {"rank 1 did not "}, "rank 1");
     EXPECT_LT(static_cast<double>(children.wait(1).time - start) * 1e-9, kNoticed);
+  }
+}
+
+TEST(ProcessFaults, TheEnginesDeadlineHoldsForTheGroupsCallsAndTheEndOfAStepToo) {
+  for (const std::string kind : {"call of the loop", "write of the step"}) {
+    const std::string dir = testing::TempDir() + "patient_" + std::to_string(getpid());
+    std::filesystem::create_directory(dir);
+    Children children(lab::kJobSeconds + kDeadline);
+    lab::start_job(children, kWorld, "patient group", {{"kind", kind}, {"dir", dir}},
+                   {.deadline = 10.0 * lab::kJobSeconds});
+    for (const std::size_t r : {0, 2}) {
+      const Ending& end = children.wait(r);
+      expect_error(end, "CommError", {"rank 1 did not ", "deadline_seconds"}, kind);
+      const double waited = static_cast<double>(end.time - children.page().at[1].load()) * 1e-9;
+      EXPECT_GT(waited, kShort - 0.1) << kind;
+      EXPECT_LT(waited, kShort + kNoticed) << kind;
+    }
+    children.signal(1, SIGCONT);
+    expect_error(children.wait(1), "CommError", {"rank 1 did not "}, kind + ", rank 1");
+    std::filesystem::remove_all(dir);
   }
 }
 
