@@ -664,6 +664,9 @@ TEST(OptionArguments, NamesTheArgumentThatIsWrong) {
   expect_in(refused_arguments({"--zshard-look-ahed", "1"}), "'--zshard-look-ahead'?");
   expect_in(refused_arguments({"--zshard-temperature=1"}), "names no option");
   expect_in(refused_arguments({"--zshard-"}), "names no option");
+  expect_in(refused_arguments({"--stage", "2", "--stage=2"}), "--stage is given twice");
+  expect_in(refused_arguments({"--stage", "2", "--zshard-stage", "3"}),
+            "--stage and --zshard-stage both set the option stage");
   EngineOptions options;
   EXPECT_EQ(apply_option_arguments(options, Arguments{"--look-ahed", "1", "--stagex", "--zshard"}),
             (Arguments{"--look-ahed", "1", "--stagex", "--zshard"}))
