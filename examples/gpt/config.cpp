@@ -1,11 +1,15 @@
 #include "config.hpp"
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
-#include <iostream>
+#include <string_view>
+
+#include "output.hpp"
 
 namespace gpt {
 namespace {
@@ -36,8 +40,28 @@ CLI::Validator strict(const std::string& kind) {
 
 void require_number(const char* name, double value, double least, double most) {
   require(least <= value && value <= most,  // false for NaN
-          std::string(name) + " is " + CLI::detail::to_string(value) + ", must be " +
-              CLI::detail::to_string(least) + " to " + CLI::detail::to_string(most));
+          fmt::format("{} is {}, must be {} to {}", name, value, least, most));
+}
+
+/// An option of the engine that has a name of this program's too.
+struct Own {
+  const char* argument;
+  const char* option;
+  std::optional<std::string> text{};
+};
+
+/// The argument that sets the option under one of the engine's names; "" if none does.
+std::string engines_name(const std::vector<std::string>& arguments, std::string_view option) {
+  std::string name;
+  for (const zshard::OptionInfo& info : zshard::option_table()) {
+    if (info.name == option) name = info.argument.substr(2);
+  }
+  for (const std::string& argument : arguments) {
+    if (argument == "--") break;
+    const std::string given = argument.substr(0, argument.find('='));
+    if (given == "--" + name || given == "--zshard-" + name) return given;
+  }
+  return "";
 }
 
 }  // namespace
@@ -90,18 +114,21 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
   std::optional<double> min_lr;
   std::string dtype = "f32";
   std::string order = "random";
-  std::optional<std::string> device;
-  std::optional<std::string> stage;
-  std::optional<std::string> optimizer_tier;
-  std::optional<std::string> parameter_tier;
-  std::optional<std::string> gradient_tier;
+  Own device{"--device", "device"};
+  Own stage{"--stage", "stage"};
+  Own optimizer_tier{"--optimizer-tier", "offload.optimizer"};
+  Own gradient_tier{"--gradient-tier", "offload.gradients"};
+  Own parameter_tier{"--parameter-tier", "offload.parameters"};
+  Own nvme_dir{"--nvme-dir", "offload.nvme_dir"};
+  Own gather_budget{"--gather-budget", "gather_budget"};
   std::vector<std::string> nvme_dirs;
-  std::optional<std::string> gather_budget;
 
   CLI::App app("Trains a GPT-2 shaped byte-level language model with zshard.\n", "gpt");
   app.footer(
       "Options of the engine, see docs/options.md, are taken as --name or --zshard-name; the "
-      "engine's own --accumulation as --zshard-accumulation only.");
+      "engine's own --accumulation as --zshard-accumulation only.\n\n"
+      "Exit codes: 0 trained, 2 what was asked for cannot be served: an argument, a text that "
+      "cannot be\nread, too little memory, no GPU; 1 everything else.");
   app.allow_extras();
   app.option_defaults()->always_capture_default();
   const CLI::Validator whole = strict<std::int64_t>("a whole number");
@@ -144,53 +171,67 @@ std::optional<Config> parse_arguments(std::vector<std::string> arguments) {
       ->check(number);
   app.add_option("--ranks", config.ranks, "threads of this process that train together")
       ->check(strict<int>("a whole number"));
-  app.add_option("--device", device,
+  app.add_option("--device", device.text,
                  "where parameters lie and the model runs: host or cuda; default host");
-  app.add_option("--stage", stage, "ZeRO stage 0 to 3; default 3");
-  app.add_option("--optimizer-tier", optimizer_tier,
+  app.add_option("--stage", stage.text, "ZeRO stage 0 to 3; default 3");
+  app.add_option("--optimizer-tier", optimizer_tier.text,
                  "where optimizer state lives: device, host or nvme; default device");
-  app.add_option("--gradient-tier", gradient_tier,
+  app.add_option("--gradient-tier", gradient_tier.text,
                  "where summed gradients live: device, host or nvme; default device");
-  app.add_option("--parameter-tier", parameter_tier,
+  app.add_option("--parameter-tier", parameter_tier.text,
                  "where parameters live at stage 3: device, host or nvme; default device");
   app.add_option("--nvme-dir", nvme_dirs,
                  "directory for the nvme tier; given again: one more, and they share the work")
       ->allow_extra_args(false);
-  app.add_option("--gather-budget", gather_budget,
+  app.add_option("--gather-budget", gather_budget.text,
                  "bytes a rank for gathered parameters at stage 3; default all units");
   app.add_option("--order", order, "of rows")->check(CLI::IsMember({"random", "sequential"}));
   app.add_option("--log", config.log, "file that gets one JSON object a step");
   app.add_flag("--digest", config.digest, "print XXH3 of parameters and of each optimizer state");
 
+  // CLI11 takes no empty text behind '='.
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i] != "--gather-budget=") continue;
+    arguments[i].pop_back();
+    arguments.insert(arguments.begin() + static_cast<std::ptrdiff_t>(i) + 1, "");
+  }
   std::reverse(arguments.begin(), arguments.end());  // CLI11 takes arguments from the end
   try {
     app.parse(arguments);
   } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
+    say(app.help());
+    flush_output();
     return std::nullopt;
   } catch (const CLI::ParseError& error) {
     throw ConfigError(error.what());
   }
-  const std::vector<std::string> others =
-      zshard::apply_option_arguments(config.engine, app.remaining());
+  const std::vector<std::string> rest = app.remaining();
+  const std::vector<std::string> others = zshard::apply_option_arguments(config.engine, rest);
   require(others.empty(), "unknown argument " + (others.empty() ? "" : others.front()) +
                               "; --help lists what there is");
-  if (device) zshard::set_option(config.engine, "device", *device);
-  if (stage) zshard::set_option(config.engine, "stage", *stage);
-  if (optimizer_tier) zshard::set_option(config.engine, "offload.optimizer", *optimizer_tier);
-  if (gradient_tier) zshard::set_option(config.engine, "offload.gradients", *gradient_tier);
-  if (parameter_tier) zshard::set_option(config.engine, "offload.parameters", *parameter_tier);
-  if (!nvme_dirs.empty()) {
-    std::string list;
-    for (const std::string& directory : nvme_dirs) {
-      // The engine's option is a list separated by commas.
-      require(directory.find(',') == std::string::npos,
-              "--nvme-dir takes one directory each time, without a comma; got '" + directory + "'");
-      list += (list.empty() ? "" : ",") + directory;
-    }
-    zshard::set_option(config.engine, "offload.nvme_dir", list);
+  for (const std::string& directory : nvme_dirs) {
+    // The engine's option is a list separated by commas.
+    require(directory.find(',') == std::string::npos,
+            "--nvme-dir takes one directory each time, without a comma; got '" + directory + "'");
+    nvme_dir.text = nvme_dir.text ? *nvme_dir.text + "," + directory : directory;
   }
-  if (gather_budget) zshard::set_option(config.engine, "gather_budget", *gather_budget);
+  for (const Own* own : {&device, &stage, &optimizer_tier, &gradient_tier, &parameter_tier,
+                         &nvme_dir, &gather_budget}) {
+    if (!own->text) continue;
+    const std::string other = engines_name(rest, own->option);
+    require(other.empty(), fmt::format("{} and {} both set the option {}; give one of them",
+                                       own->argument, other, own->option));
+    zshard::set_option(config.engine, own->option, *own->text);
+  }
+  // A variable of the environment may stand for all jobs of a machine; an argument is for this one.
+  const std::string directories =
+      nvme_dir.text ? nvme_dir.argument : engines_name(rest, nvme_dir.option);
+  const zshard::OffloadOptions& tiers = config.engine.offload;
+  require(directories.empty() || tiers.nvme_dir.empty() || tiers.optimizer == zshard::Tier::nvme ||
+              tiers.gradients == zshard::Tier::nvme || tiers.parameters == zshard::Tier::nvme,
+          directories +
+              " is given, but nothing is on nvme; add --optimizer-tier nvme, "
+              "--gradient-tier nvme or --parameter-tier nvme, or leave it away");
   config.dtype = dtype == "bf16" ? zshard::DType::bf16 : zshard::DType::f32;
   config.order = order == "sequential" ? Order::sequential : Order::random;
   config.min_lr = min_lr.value_or(config.lr / 10.0);

@@ -17,10 +17,12 @@
 
 #include "config.hpp"
 #include "data.hpp"
+#include "output.hpp"
 #include "session.hpp"
 #include "zshard/zshard.hpp"
 
 int main(int argc, char** argv) {
+  gpt::prepare_streams();
   try {
     const std::optional<gpt::Config> config =
         gpt::parse_arguments(std::vector<std::string>(argv + 1, argv + argc));

@@ -5,12 +5,15 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <cstdio>
+#include <cerrno>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <stdexcept>
+#include <system_error>
+
+#include "output.hpp"
+#include "zshard/error.hpp"
 
 namespace gpt {
 namespace {
@@ -20,6 +23,11 @@ using zshard::MemoryPlan;
 using zshard::Tier;
 
 constexpr double kMiB = 1024.0 * 1024.0;
+
+/// ": No space left on device", or nothing if the system has given no reason.
+std::string reason(int error) {
+  return error == 0 ? "" : ": " + std::generic_category().message(error);
+}
 
 // One line for each category and tier that any of the plans uses, one column a plan, and the sums.
 std::string plan_table(const std::string& title, const std::vector<std::string>& heads,
@@ -144,8 +152,9 @@ std::string digest_lines(Trainer& trainer, const Config& config) {
 
 StepLog::StepLog(const std::string& path) : path_(path) {
   if (path.empty()) return;
+  errno = 0;
   file_.open(path, std::ios::trunc);
-  if (!file_) throw ConfigError("--log: cannot open " + path + " for writing");
+  if (!file_) throw ConfigError("--log: cannot open " + path + " for writing" + reason(errno));
 }
 
 void StepLog::write(std::int64_t step, const StepResult& result, double tokens_per_second) {
@@ -168,8 +177,9 @@ void StepLog::write(std::int64_t step, const StepResult& result, double tokens_p
   line["disk_read_bytes"] = report.disk_read_bytes;
   line["disk_written_bytes"] = report.disk_written_bytes;
   line["raw_share"] = report.raw_share;
+  errno = 0;
   file_ << line.dump() << '\n' << std::flush;
-  if (!file_) throw std::runtime_error("cannot write " + path_);
+  if (!file_) throw zshard::IoError("--log: cannot write " + path_ + reason(errno));
 }
 
 void TimeSplit::add(double seconds, const zshard::StepReport& report) {
@@ -229,7 +239,7 @@ std::string peak_lines(const zshard::Engine& engine, std::int64_t peak_bytes, do
 Progress::Progress(std::int64_t steps) : steps_(steps), terminal_(isatty(STDOUT_FILENO) == 1) {}
 
 void Progress::clear() const {
-  if (terminal_) fmt::print("\r\x1b[K");
+  if (terminal_) say("\r\x1b[K");
 }
 
 void Progress::step(std::int64_t step, const StepResult& result, double tokens_per_second) {
@@ -237,19 +247,19 @@ void Progress::step(std::int64_t step, const StepResult& result, double tokens_p
   const bool last = step + 1 == steps_;
   if (!terminal_ && step % interval != 0 && !last && !result.report.skipped) return;
   clear();
-  fmt::print("step {:>6}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s{}", step + 1,
-             steps_, result.loss, result.report.norm, result.lr, tokens_per_second,
-             result.report.skipped ? "  SKIPPED: a gradient was not finite" : "");
+  say(fmt::format("step {:>6}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s{}", step + 1,
+                  steps_, result.loss, result.report.norm, result.lr, tokens_per_second,
+                  result.report.skipped ? "  SKIPPED: a gradient was not finite" : ""));
   // A skipped step is news that must not be written over.
-  if (!terminal_ || last || result.report.skipped) fmt::print("\n");
-  std::fflush(stdout);
+  if (!terminal_ || last || result.report.skipped) say("\n");
+  flush_output();
 }
 
 void Progress::validation(std::int64_t step, double training_loss, double validation_loss) {
   clear();
-  fmt::print("step {:>6}/{}  loss {:.4f}  validation loss {:.4f}\n", step + 1, steps_,
-             training_loss, validation_loss);
-  std::fflush(stdout);
+  say(fmt::format("step {:>6}/{}  loss {:.4f}  validation loss {:.4f}\n", step + 1, steps_,
+                  training_loss, validation_loss));
+  flush_output();
 }
 
 }  // namespace gpt

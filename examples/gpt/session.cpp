@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <fstream>
 #include <limits>
 #include <optional>
@@ -13,6 +12,7 @@
 
 #include "compute_loader.hpp"
 #include "model.hpp"
+#include "output.hpp"
 #include "report.hpp"
 #include "spec.hpp"
 #include "trainer.hpp"
@@ -119,19 +119,20 @@ void run_session(const Config& config, const Dataset& data, const zshard::Proces
                          : rank_bytes(config, Trainer::largest_batch(config, data, group.size()));
   if (speaks) {
     const zshard::OffloadOptions& tiers = config.engine.offload;
-    fmt::print(
+    say(fmt::format(
         "{} parameters in {}, {} ranks, stage {}; parameters on {}, gradients on {}, optimizer "
         "state on {}\n",
         parameter_count(config.shape), to_string(config.dtype), group.size(),
         static_cast<int>(config.engine.stage), to_string(tiers.parameters),
-        to_string(tiers.gradients), to_string(tiers.optimizer));
-    fmt::print("{} bytes to train on, {} for validation; {} rows of {} tokens a step\n\n",
-               data.training().size(), data.validation().size(), config.rows_per_step(),
-               config.shape.context);
-    fmt::print("{}\n{}\n", memory, stage_table(config, group.size()));
-    fmt::print("the loop's own activations, outside zshard: {:.1f} MiB a rank{}\n\n", own / kMiB,
-               on_gpu(config) ? " on " + trainer.compute().name() + ", work memory included" : "");
-    std::fflush(stdout);
+        to_string(tiers.gradients), to_string(tiers.optimizer)));
+    say(fmt::format("{} bytes to train on, {} for validation; {} rows of {} tokens a step\n\n",
+                    data.training().size(), data.validation().size(), config.rows_per_step(),
+                    config.shape.context));
+    say(fmt::format("{}\n{}\n", memory, stage_table(config, group.size())));
+    say(fmt::format(
+        "the loop's own activations, outside zshard: {:.1f} MiB a rank{}\n\n", own / kMiB,
+        on_gpu(config) ? " on " + trainer.compute().name() + ", work memory included" : ""));
+    flush_output();
   }
 
   trainer.initialize();
@@ -156,14 +157,16 @@ void run_session(const Config& config, const Dataset& data, const zshard::Proces
     }
   }
   if (speaks && config.steps > 0) {
-    fmt::print("{}{}", times.text(),
-               peak_lines(trainer.engine(), peak_bytes, on_gpu(config) ? 0.0 : own,
-                          config.ranks.value_or(1)));
-    std::fflush(stdout);
+    say(times.text() + peak_lines(trainer.engine(), peak_bytes, on_gpu(config) ? 0.0 : own,
+                                  config.ranks.value_or(1)));
+    flush_output();
   }
   if (config.digest) {
     const std::string digests = digest_lines(trainer, config);
-    if (speaks) fmt::print("{}", digests);
+    if (speaks) {
+      say(digests);
+      flush_output();
+    }
   }
 }
 

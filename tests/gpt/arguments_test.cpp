@@ -22,16 +22,20 @@ gpt::Config parse(Arguments arguments) {
   return gpt::parse_arguments(arguments).value();
 }
 
-// Refused with one of the two errors that main() turns into exit code 2.
-bool refused(const Arguments& arguments) {
+// The message of one of the two errors that main() turns into exit code 2; "" without an error.
+std::string refusal(const Arguments& arguments) {
   try {
     parse(arguments);
-    return false;
+    return "";
   } catch (const gpt::ConfigError& error) {
-    return std::string(error.what()).size() > 10;
+    return error.what();
   } catch (const zshard::UsageError& error) {
-    return std::string(error.what()).size() > 10;
+    return error.what();
   }
+}
+
+bool refused(const Arguments& arguments) {
+  return refusal(arguments).size() > 10;
 }
 
 TEST(Arguments, AllAreRead) {
@@ -238,6 +242,59 @@ TEST(Arguments, WhatCannotBeServedIsRefused) {
   EXPECT_THROW(gpt::parse_arguments({}), gpt::ConfigError);  // no --data
 }
 
+TEST(Arguments, OneOptionByTwoNamesIsRefusedWithBoth) {
+  const std::vector<Arguments> cases = {
+      {"--stage", "3", "--zshard-stage", "2"},
+      {"--zshard-stage=2", "--stage", "2"},
+      {"--device", "host", "--zshard-device", "host"},
+      {"--optimizer-tier", "host", "--offload-optimizer", "host"},
+      {"--gradient-tier", "host", "--offload-gradients=device"},
+      {"--parameter-tier", "host", "--zshard-offload-parameters", "device"},
+      {"--nvme-dir", "/a", "--offload-nvme-dir", "/b", "--optimizer-tier", "nvme"},
+      {"--gather-budget", "1GiB", "--zshard-gather-budget", "2GiB"},
+      {"--look-ahead", "1", "--zshard-look-ahead", "2"},
+  };
+  for (const Arguments& arguments : cases) {
+    const std::string message = refusal(arguments);
+    for (const std::string& argument : arguments) {
+      const std::string name = argument.substr(0, argument.find('='));
+      if (name.rfind("--", 0) != 0) continue;
+      if (name == "--optimizer-tier" && arguments[0] == "--nvme-dir") continue;
+      EXPECT_NE(message.find(name + " "), std::string::npos) << name << ": " << message;
+    }
+  }
+  EXPECT_TRUE(refused({"--look-ahead", "1", "--look-ahead", "1"}));
+  EXPECT_TRUE(refused({"--stage", "1", "--stage", "1"}));
+}
+
+TEST(Arguments, ADirectoryThatNoTierUsesIsRefused) {
+  for (const char* name : {"--nvme-dir", "--offload-nvme-dir", "--zshard-offload-nvme-dir"}) {
+    const std::string message = refusal({name, "/a", "--optimizer-tier", "host"});
+    EXPECT_NE(message.find(std::string(name) + " is given"), std::string::npos) << message;
+    EXPECT_NE(message.find("--optimizer-tier nvme"), std::string::npos) << message;
+    for (const char* tier : {"--optimizer-tier", "--gradient-tier", "--parameter-tier"}) {
+      EXPECT_EQ(refusal({name, "/a", tier, "nvme"}), "");
+    }
+  }
+  EXPECT_EQ(refusal({"--offload-nvme-dir="}), "");
+  // Of the environment: it may stand for all jobs of a machine.
+  setenv("ZSHARD_OFFLOAD_NVME_DIR", "/a", 1);
+  EXPECT_EQ(refusal({}), "");
+  unsetenv("ZSHARD_OFFLOAD_NVME_DIR");
+}
+
+TEST(Arguments, BoundsAreSaidInFull) {
+  EXPECT_EQ(refusal({"--beta2", "1"}), "--beta2 is 1, must be 0 to 0.99999999");
+  EXPECT_EQ(refusal({"--beta1", "0.9999999"}), "--beta1 is 0.9999999, must be 0 to 0.999999");
+}
+
+TEST(Arguments, AnEmptyGatherBudgetIsUnset) {
+  setenv("ZSHARD_GATHER_BUDGET", "1GiB", 1);
+  EXPECT_EQ(parse({}).engine.gather_budget, 1 << 30);
+  EXPECT_FALSE(parse({"--gather-budget=", "--layers", "2"}).engine.gather_budget);
+  unsetenv("ZSHARD_GATHER_BUDGET");
+}
+
 // -- the program itself --
 
 class Program : public testing::Test {
@@ -258,9 +315,11 @@ class Program : public testing::Test {
   [[nodiscard]] std::string file(const std::string& name) const { return directory_ / name; }
 
   // Exit code; standard output and errors go to output_. -1 if the program died of a signal.
-  int run(const std::string& arguments) {
-    const std::string command =
-        "timeout 120 " + program_.string() + " " + arguments + " 2>&1 </dev/null";
+  int run(const std::string& arguments) { return run_as_is(arguments + " 2>&1 </dev/null"); }
+
+  // The same; the arguments end in redirections of the caller's.
+  int run_as_is(const std::string& arguments) {
+    const std::string command = "timeout 120 " + program_.string() + " " + arguments;
     std::FILE* pipe = popen(command.c_str(), "r");
     output_.clear();
     char buffer[4096];
@@ -413,14 +472,34 @@ TEST_F(Program, CudaWithoutAGpuEndsWithCodeTwoAndTheReason) {
     EXPECT_EQ(run(small() + " --device cuda" + ranks), 2) << output_;
     EXPECT_NE(output_.find("gpt: --device cuda: "), std::string::npos) << output_;
     EXPECT_NE(output_.find("--device host"), std::string::npos) << output_;
+    EXPECT_EQ(output_.find("cudaErrorInsufficientDriver"), std::string::npos) << output_;
     EXPECT_EQ(output_.find("step "), std::string::npos) << output_;
   }
+}
+
+TEST_F(Program, OutputThatIsLostIsAnError) {
+  const std::string trains = small() + " --ranks 1 --steps 1 --digest";
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {trains + " 2>&1 >/dev/full", "No space left on device"},
+      {trains + " 2>&1 >&-", "Bad file descriptor"},
+      {trains + " --log " + file("log.jsonl") + " 2>&1 >&- <&-", "Bad file descriptor"},
+      {"--help 2>&1 >/dev/full", "No space left on device"},
+  };
+  for (const auto& [arguments, reason] : cases) {
+    EXPECT_EQ(run_as_is(arguments), 1) << arguments << "\n" << output_;
+    EXPECT_EQ(output_, "gpt: cannot write to standard output: " + reason + "\n") << arguments;
+  }
+  EXPECT_EQ(run(trains + " --log /dev/full"), 1) << output_;
+  EXPECT_NE(output_.find("--log: cannot write /dev/full: No space left"), std::string::npos)
+      << output_;
+  EXPECT_EQ(run(trains + " --log /nowhere/log"), 2) << output_;
+  EXPECT_NE(output_.find("No such file or directory"), std::string::npos) << output_;
 }
 
 TEST_F(Program, HelpListsTheArguments) {
   EXPECT_EQ(run("--help"), 0);
   for (const char* name :
-       {"--data", "--device", "--gather-budget", "--optimizer-tier", "--digest"}) {
+       {"--data", "--device", "--gather-budget", "--optimizer-tier", "--digest", "Exit codes"}) {
     EXPECT_NE(output_.find(name), std::string::npos) << name;
   }
 }

@@ -13,6 +13,12 @@ namespace {
 // A number of the machine's, see plugin.hpp; how many there are in `gpus`.
 int choose(int ordinal, int local_rank, int& gpus) {
   gpus = 0;
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) {
+    throw zshard::DeviceError(
+        "there is no NVIDIA driver on this machine, or the container does not show it "
+        "(libcuda.so.1 is missing)");
+  }
   GPT_CUDA(cudaGetDeviceCount(&gpus));
   if (gpus == 0) throw zshard::DeviceError("this machine has no GPU that CUDA can use");
   if (ordinal >= gpus) {
