@@ -98,6 +98,12 @@ TEST(Quote, KeepsForeignTextFromBreakingOrFloodingAMessage) {
   EXPECT_EQ(base::quoted(std::string(80, 'a')), "'" + std::string(80, 'a') + "'");
   EXPECT_EQ(base::quoted(std::string(79, 'a') + "\xC3\xA9"), "'" + std::string(79, 'a') + "...'")
       << "a UTF-8 sequence is not cut";
+  EXPECT_EQ(base::quoted("\xff\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"),
+            "'\\xff\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80'");
+  for (const char* wrong :
+       {"\x80", "\xC3", "\xC0\xAF", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xE2\x82"}) {
+    for (const char c : base::quoted(wrong)) EXPECT_GE(c, 0x20) << "a byte that is no UTF-8";
+  }
   EXPECT_LT(base::quoted(std::string(100 << 20, '\x80')).size(), 100U);
 }
 
