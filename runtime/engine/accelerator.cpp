@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <mutex>
 #include <system_error>
@@ -40,7 +41,8 @@ std::vector<std::string> places() {
     result.push_back((directory.parent_path() / "lib" / kPluginFile).string());
   }
   for (const char* directory : {ZSHARD_BUILD_LIBRARY_DIR, ZSHARD_INSTALL_LIBRARY_DIR}) {
-    result.push_back((std::filesystem::path(directory) / kPluginFile).string());
+    const std::string path = (std::filesystem::path(directory) / kPluginFile).string();
+    if (std::find(result.begin(), result.end(), path) == result.end()) result.push_back(path);
   }
   return result;
 }
