@@ -236,7 +236,8 @@ Measurement measure(const MeasureOptions& options) {
   }
   if (options.block_bytes < kPage || options.block_bytes > kMostInFlight / options.depth) {
     throw UsageError(fmt::format(
-        "bench io: block = {} bytes with depth {}, it takes at least {}, and {} bytes in flight",
+        "bench io: block = {} bytes with depth {}: a block has at least {} bytes, and block times "
+        "depth is at most {}. Lower --block or --depth",
         options.block_bytes, options.depth, kPage, kMostInFlight));
   }
   Setting setting{.backend = options.backend,

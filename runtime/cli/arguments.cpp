@@ -8,6 +8,7 @@
 #include "runtime/base/nearest.hpp"
 #include "runtime/base/quote.hpp"
 #include "zshard/error.hpp"
+#include "zshard/options.hpp"
 
 namespace zshard::cli {
 namespace {
@@ -87,6 +88,25 @@ void refuse_others(const std::vector<std::string>& others, const std::vector<std
   }
   throw UsageError("unknown argument " + base::quoted(name) + "." + suggestion + " '" +
                    std::string(command) + " --help' lists what there is.");
+}
+
+void refuse_second_name(std::string_view own, std::string_view option,
+                        const std::vector<std::string>& others) {
+  std::string bare;
+  for (const OptionInfo& info : option_table()) {
+    if (info.name == option) bare = info.argument.substr(2);
+  }
+  for (const std::string& other : others) {
+    if (other == "--") break;
+    const std::string name = other.substr(0, other.find('='));
+    if (name != "--" + bare && name != "--zshard-" + bare) continue;
+    throw UsageError("arguments " + std::string(own) + " and " + name + " both set the option " +
+                     std::string(option) + ". Leave one of them out.");
+  }
+}
+
+std::string count_text(std::int64_t count, std::string_view thing) {
+  return grouped(count) + " " + std::string(thing) + (count == 1 ? "" : "s");
 }
 
 }  // namespace zshard::cli

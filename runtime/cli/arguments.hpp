@@ -26,4 +26,12 @@ std::size_t one_of(std::string_view argument, std::string_view text,
 void refuse_others(const std::vector<std::string>& others, const std::vector<std::string>& known,
                    std::string_view command);
 
+/// Throws UsageError if one of `others` sets the engine's option too that the argument `own` is a
+/// short form of.
+void refuse_second_name(std::string_view own, std::string_view option,
+                        const std::vector<std::string>& others);
+
+/// "1 rank", "2,000 ranks".
+std::string count_text(std::int64_t count, std::string_view thing);
+
 }  // namespace zshard::cli

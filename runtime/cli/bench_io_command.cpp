@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 
+#include "offload/io/extent_file.hpp"
 #include "offload/io/tuner.hpp"
 #include "offload/io/uring_driver.hpp"
 #include "runtime/base/bytes.hpp"
@@ -163,6 +164,7 @@ void BenchIoCommand::check_directory() {
   // Also refuses what the option does not take.
   EngineOptions options;
   set_option(options, "offload.nvme_dir", directory_);
+  offload::check_directories({directory_});
   std::error_code error;
   const auto absolute = std::filesystem::absolute(directory_, error);
   if (!error) directory_ = absolute.lexically_normal().string();

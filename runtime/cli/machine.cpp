@@ -171,6 +171,9 @@ IoUring probe_io_uring() {
   if (!ring.valid()) {
     std::string why = "io_uring_setup: " + reason_of(error);
     if (error == ENOSYS) why += " (this kernel has none, or a filter hides it)";
+    if (error == ENOMEM && offload::lock_limit().counts()) {
+      why += "; " + offload::lock_limit().text();
+    }
     if (error == EPERM && result.disabled > 0) {
       why += " (kernel.io_uring_disabled = " + std::to_string(result.disabled) + ")";
     } else if (error == EPERM) {

@@ -38,7 +38,7 @@ constexpr const char* kExamples =
     "Examples:\n"
     "  zshard plan --preset gpt2-xl --world 4 --stage 3 --dtype bf16\n"
     "  zshard plan --preset llama-7b --world 8 --ranks-here 2 --memory 64GiB\n"
-    "  zshard plan --layers 24 --width 2048 --world 2 --optimizer-tier nvme --nvme-dir /mnt/a\n"
+    "  zshard plan --layers 24 --width 2048 --world 2 --optimizer-tier nvme --disk 1TiB\n"
     "  zshard plan --preset gpt3-175b --world 64 --largest --memory 512GiB --ranks-here 8 --json\n"
     "  zshard plan --spec model.json --optimizer sgd-momentum\n\n"
     "Exit codes: 0 it fits, 1 it does not, 2 wrong usage, 3 an I/O or system error.";
@@ -72,11 +72,33 @@ struct Answer {
   std::optional<Largest> largest;
   /// The same with the least gather_budget, where gathered parameters had none.
   std::optional<Largest> largest_with_budget;
+  /// With device = cuda: a GPU of this machine, if it has one.
+  std::optional<Gpu> gpu;
   offload::LockLimit lock = offload::lock_limit();
 };
 
 std::string layers_text(std::int64_t layers) {
-  return grouped(layers) + (layers == 1 ? " layer" : " layers");
+  return count_text(layers, "layer");
+}
+
+/// Returns the names without a counterpart; errors name the file.
+std::vector<std::string> apply_deepspeed_file(EngineOptions& options, const std::string& path) {
+  const std::string content = read_text(path);
+  try {
+    return apply_deepspeed_config(options, content);
+  } catch (const UsageError& error) {
+    throw UsageError(path + ": " + error.what());
+  }
+}
+
+/// The smallest GPU of this machine, as the driver lists them.
+std::optional<Gpu> smallest_gpu() {
+  const Gpus gpus = probe_gpus();
+  std::optional<Gpu> smallest;
+  for (const Gpu& gpu : gpus.list) {
+    if (gpu.memory > 0 && (!smallest || gpu.memory < smallest->memory)) smallest = gpu;
+  }
+  return smallest;
 }
 
 std::string text_of(const Largest& largest) {
@@ -86,6 +108,18 @@ std::string text_of(const Largest& largest) {
   if (largest.gather_budget)
     text += fmt::format(" with --gather-budget {}", *largest.gather_budget);
   return text;
+}
+
+/// The device tier of a rank on a GPU, and what it was compared with.
+std::string device_text(const Answer& a) {
+  const EngineOptions& options = a.blueprint.options;
+  const std::string needed =
+      base::human_bytes(a.blueprint.plan.arena_bytes(Tier::device)) + " a rank ";
+  if (options.device_budget) {
+    return needed + "of " + base::human_bytes(*options.device_budget) + " (device_budget)";
+  }
+  return needed + "(not checked: give --device-budget" +
+         (a.gpu ? "; " + a.gpu->name + " here has " + base::human_bytes(a.gpu->memory) : "") + ")";
 }
 
 class PlanCommand : public Command {
@@ -115,7 +149,12 @@ class PlanCommand : public Command {
   std::optional<int> ranks_here_;
   std::optional<std::int64_t> memory_;
   std::optional<std::int64_t> disk_;
-  std::vector<std::pair<std::string, std::string>> short_forms_;  // option, value
+  struct ShortForm {
+    std::string argument;
+    std::string option;
+    std::string value;
+  };
+  std::vector<ShortForm> short_forms_;
   std::vector<std::string> directories_;
   std::string deepspeed_;
   std::string options_file_;
@@ -164,8 +203,8 @@ void PlanCommand::describe_tiers(CLI::App& command) {
   const std::string group = "Tiers (short for the engine's --offload-...)";
   const auto add = [&](const std::string& name, const std::string& meta, const std::string& option,
                        const std::string& help) {
-    add_text(command, name, meta, help, [this, option](const std::string& text) {
-      short_forms_.emplace_back(option, text);
+    add_text(command, name, meta, help, [this, name, option](const std::string& text) {
+      short_forms_.push_back({name, option, text});
     })->group(group);
   };
   add("--optimizer-tier", "TIER", "offload.optimizer", "device (default), host, nvme");
@@ -199,15 +238,19 @@ EngineOptions PlanCommand::engine_options(const std::vector<std::string>& others
   EngineOptions options;
   apply_option_environment(options);
   if (!deepspeed_.empty()) {
-    const std::vector<std::string> ignored = apply_deepspeed_config(options, read_text(deepspeed_));
+    const std::vector<std::string> ignored = apply_deepspeed_file(options, deepspeed_);
     std::string names;
     for (const std::string& name : ignored) names += (names.empty() ? "" : ", ") + name;
     if (!names.empty()) complain("no counterpart, ignored: " + names);
   }
   if (!options_file_.empty()) apply_option_file(options, options_file_);
   refuse_others(apply_option_arguments(options, others), known_, "zshard plan");
-  for (const auto& [name, value] : short_forms_) set_option(options, name, value);
+  for (const auto& [argument, option, value] : short_forms_) {
+    refuse_second_name(argument, option, others);
+    set_option(options, option, value);
+  }
   if (!directories_.empty()) {
+    refuse_second_name("--nvme-dir", "offload.nvme_dir", others);
     std::string list;
     for (const std::string& directory : directories_) {
       if (directory.empty()) throw UsageError("argument --nvme-dir: the path is empty");
@@ -285,7 +328,8 @@ Answer PlanCommand::answer(const EngineOptions& options) const {
   }
   std::optional<std::int64_t> layers;
   if (found) layers = std::max<std::int64_t>(1, found->layers);
-  Answer a{blueprint(options, layers), room, {}, "", false, found, found_with_budget};
+  Answer a{blueprint(options, layers), room, {}, "", false, found, found_with_budget, {}};
+  if (options.device == DeviceKind::cuda) a.gpu = smallest_gpu();
   a.lacks = room.lacks(a.blueprint.plan, options);
   if (!a.lacks.empty()) {
     Progress progress;
@@ -341,6 +385,8 @@ Json PlanCommand::json_of(const Answer& a) const {
   const auto known = [](std::int64_t size) { return size < 0 ? Json(nullptr) : Json(size); };
   const std::int64_t locked =
       capped_product(locked_bytes(a.blueprint.tiers, a.blueprint.options), a.capacity.ranks);
+  const bool gpu = a.blueprint.options.device == DeviceKind::cuda;
+  const std::optional<std::int64_t>& budget = a.blueprint.options.device_budget;
   Json result = {{"model", model},
                  {"world", world_},
                  {"optimizer", rules()[rule_].name},
@@ -356,6 +402,9 @@ Json PlanCommand::json_of(const Answer& a) const {
                    {"memory_needed",
                     capped_product(main_memory_bytes(plan, a.blueprint.options), a.capacity.ranks)},
                    {"memory_available", known(a.capacity.memory)},
+                   {"device_needed", gpu ? Json(plan.arena_bytes(Tier::device)) : Json(nullptr)},
+                   {"device_available", gpu && budget ? Json(*budget) : Json(nullptr)},
+                   {"gpu_memory", a.gpu ? Json(a.gpu->memory) : Json(nullptr)},
                    {"disk_needed", capped_product(disk_bytes(plan), a.capacity.ranks)},
                    {"disk_available", known(a.capacity.disk)},
                    {"locked_needed", locked},
@@ -391,16 +440,19 @@ std::string PlanCommand::text_of(const Answer& a) const {
     shape = fmt::format(", {} of width {}, {}", layers_text(layers), model_.shape()->width,
                         to_string(model_.dtype()));
   }
-  line("model", fmt::format("{}: {} parameters in {} units{}", model_.name(),
-                            grouped(parameter_count(b.spec)), b.spec.units().size(), shape));
-  line("job", fmt::format("{} rank{}, stage {} ({}), {}", world_, world_ == 1 ? "" : "s",
+  line(
+      "model",
+      fmt::format("{}: {} in {}{}", model_.name(), count_text(parameter_count(b.spec), "parameter"),
+                  count_text(static_cast<std::int64_t>(b.spec.units().size()), "unit"), shape));
+  line("job", fmt::format("{}, stage {} ({}), {}", count_text(world_, "rank"),
                           static_cast<int>(b.options.stage), to_string(b.options.stage),
                           rules()[rule_].name));
   text += "\nbytes of each rank\n" + plan.to_string() + "\n";
   const auto of = [](std::int64_t available, const char* unknown) {
     return available < 0 ? std::string(unknown) : "of " + base::human_bytes(available);
   };
-  line("here", fmt::format("{} rank{}", a.capacity.ranks, a.capacity.ranks == 1 ? "" : "s"));
+  line("here", count_text(a.capacity.ranks, "rank"));
+  if (b.options.device == DeviceKind::cuda) line("device", device_text(a));
   line("memory", fmt::format("{} {}",
                              base::human_bytes(capped_product(
                                  main_memory_bytes(plan, a.blueprint.options), a.capacity.ranks)),
@@ -419,7 +471,10 @@ std::string PlanCommand::text_of(const Answer& a) const {
              a.lock.allows(locked) ? "" : ", which it then does not (ulimit -l): a little slower"));
   }
   if (a.largest) line("largest", cli::text_of(*a.largest));
-  if (a.largest_with_budget) line("", cli::text_of(*a.largest_with_budget));
+  const bool neither = a.largest && a.largest->layers == 0;
+  if (a.largest_with_budget && (!neither || a.largest_with_budget->layers > 0)) {
+    line("", cli::text_of(*a.largest_with_budget));
+  }
   line("fits", a.lacks.empty() ? "yes" : "no");
   for (const std::string& lack : a.lacks) line("", lack);
   if (!a.change.empty()) {

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -165,6 +166,31 @@ std::vector<Position> read_program(const ModelSpec& spec, const Json& json) {
   return program;
 }
 
+/// The engine would find it too, and say it in terms of ModelSpec.
+void check_groups(const ModelSpec& spec) {
+  std::vector<std::string> names;
+  for (const auto& group : spec.groups()) names.push_back(group.name);
+  for (std::size_t u = 0; u < spec.units().size(); ++u) {
+    const auto& parameters = spec.units()[u].parameters;
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      const std::string& group = parameters[p].options.group;
+      if (group.empty() || std::find(names.begin(), names.end(), group) != names.end()) continue;
+      wrong("units[" + std::to_string(u) + "].parameters[" + std::to_string(p) + "].group",
+            "there is no group " + base::quoted(group) + " in \"groups\"." +
+                base::did_you_mean(group, names));
+    }
+  }
+}
+
+void check_not_empty(const ModelSpec& spec) {
+  for (const UnitSpec& unit : spec.units()) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      if (parameter.count() > 0) return;
+    }
+  }
+  wrong("units", "the model has no parameters");
+}
+
 }  // namespace
 
 ModelSpec parse_spec(std::string_view json, DType dtype) {
@@ -172,7 +198,11 @@ ModelSpec parse_spec(std::string_view json, DType dtype) {
   try {
     document = Json::parse(json);
   } catch (const Json::exception& error) {
-    throw UsageError(std::string("this is no JSON: ") + error.what());
+    // "[json.exception.parse_error.101] parse error at line 1, ...": without the library's number.
+    const std::string text = error.what();
+    const std::size_t bracket = text.find("] ");
+    throw UsageError("this is no JSON: " +
+                     text.substr(bracket == std::string::npos ? 0 : bracket + 2));
   }
   check_object(document, "the document",
                {"units", "groups", "program", "dtype", "hold", "block_quantised"});
@@ -201,6 +231,8 @@ ModelSpec parse_spec(std::string_view json, DType dtype) {
   bool quantised = false;
   set(quantised, document, "block_quantised", "the document");
   spec.block_quantised(quantised);
+  check_groups(spec);
+  check_not_empty(spec);
   return spec;
 }
 
@@ -223,7 +255,7 @@ std::string read_text(const std::string& path) {
     if (got == 0) return content;
     content.append(buffer.data(), static_cast<std::size_t>(got));
     if (content.size() > kMostFileBytes) {
-      throw UsageError(path + " holds more than 256 MiB: it is no description of a model");
+      throw UsageError(path + " holds more than 256 MiB: no file that this tool reads is so long");
     }
   }
 }

@@ -186,6 +186,10 @@ TEST(Plan, OptionsComeFromEnvironmentFilesAndArguments) {
   EXPECT_EQ(run_tool(Arguments{"plan"} + kGpt, {{"ZSHARD_STAGE", "7"}}).code(), 2);
   EXPECT_EQ(run_tool(Arguments{"plan", "--options", directory.file("none")} + kGpt).code(), 3);
   EXPECT_EQ(run_tool(Arguments{"plan", "--deepspeed", directory.file("none")} + kGpt).code(), 3);
+  const std::string bad = directory.write("bad.json", R"({"zero_optimization": {"stage": 7}})");
+  const Ending wrong = run_tool(Arguments{"plan", "--deepspeed", bad} + kGpt);
+  EXPECT_EQ(wrong.code(), 2) << wrong.text();
+  EXPECT_NE(wrong.output.find(bad + ": "), std::string::npos) << wrong.output;
 }
 
 TEST(Plan, FitsExactlyWhatItTakes) {
@@ -332,7 +336,15 @@ TEST(Plan, AdviceToMoveTheStateUpToTheGpuMovesTheUpdateToo) {
       EXPECT_EQ(change.find("update_on = auto") != std::string::npos,
                 moves && std::string(update) == "host")
           << change;
-      const Ending again = run_tool(job + disk + arguments_of(change));
+      Arguments changed = job + arguments_of(change);
+      for (std::size_t i = 0; i < disk.size(); i += 2) {
+        bool replaced = false;
+        for (const std::string& argument : changed) {
+          replaced = replaced || argument.rfind(disk[i] + "=", 0) == 0;
+        }
+        if (!replaced) changed = changed + Arguments{disk[i], disk[i + 1]};
+      }
+      const Ending again = run_tool(changed);
       EXPECT_EQ(again.code(), 0) << change << "\n" << again.text();
     }
   }
@@ -367,6 +379,11 @@ TEST(Plan, LargestIsTheLastThatFits) {
       {"plan", "--preset", "gpt3-175b", "--world", "2", "--memory", "1GiB", "--largest", "--json"});
   EXPECT_EQ(none.code(), 1) << none.text();
   EXPECT_EQ(none.said().at("largest").at("layers"), 0);
+  const Ending text =
+      run_tool({"plan", "--preset", "gpt3-175b", "--world", "2", "--memory", "1GiB", "--largest"});
+  const std::string said = "not even one layer fits";
+  EXPECT_NE(text.output.find(said), std::string::npos) << text.output;
+  EXPECT_EQ(text.output.find(said), text.output.rfind(said)) << text.output;
   EXPECT_EQ(run_tool({"plan", "--spec", "x.json", "--largest"}).code(), 2);
 }
 
@@ -404,6 +421,29 @@ TEST(Plan, AGpusMemoryIsItsOwn) {
   // Its state in main memory: twelve bytes a parameter and more.
   EXPECT_EQ(with({"--device", "cuda", "--offload-optimizer", "host"}).code(), 1);
   EXPECT_EQ(with({"--device", "cuda", "--device-budget", "8GiB"}).code(), 1);
+}
+
+// Without a limit nothing compares the device column, and that is said.
+TEST(Plan, AGpusMemoryThatIsNotCheckedIsSaid) {
+  const Arguments job = {"plan", "--preset", "llama-70b", "--memory", "1TiB"};
+  const Arguments gpu = job + Arguments{"--device", "cuda"};
+  const Ending text = run_tool(gpu);
+  EXPECT_EQ(text.code(), 0) << text.text();
+  EXPECT_NE(text.output.find("a rank (not checked: give --device-budget"), std::string::npos)
+      << text.output;
+  const nlohmann::json machine = run_tool(gpu + Arguments{"--json"}).said().at("machine");
+  EXPECT_GT(machine.at("device_needed").get<std::int64_t>(), std::int64_t{1} << 40);
+  EXPECT_TRUE(machine.at("device_available").is_null());
+  const nlohmann::json gpus = run_tool({"info", "--json"}).said().at("gpus");
+  EXPECT_EQ(machine.at("gpu_memory").is_null(), gpus.empty());
+  const Ending budget = run_tool(gpu + Arguments{"--device-budget", "2TiB"});
+  EXPECT_EQ(budget.code(), 0) << budget.text();
+  EXPECT_NE(budget.output.find("of 2.00 TiB (device_budget)"), std::string::npos) << budget.output;
+  const Ending host = run_tool(job);
+  EXPECT_EQ(host.output.find("\ndevice "), std::string::npos) << host.output;
+  const nlohmann::json here = run_tool({"plan", "--preset", "gpt2", "--json"}).said().at("machine");
+  EXPECT_TRUE(here.at("device_needed").is_null());
+  EXPECT_TRUE(here.at("gpu_memory").is_null());
 }
 
 // -- misuse --
@@ -472,6 +512,13 @@ TEST(Plan, MisuseNamesWhatIsMeant) {
       {{"plan", "--preset", "gpt2", "--ranks-here", "2"}, "--world"},
       {{"plan", "--preset", "gpt2", "--stage", "2", "--parameter-tier", "host"}, "stage"},
       {{"plan", "--preset", "gpt2", "--gather-budget", "1"}, "gather_budget"},
+      {{"plan", "--preset", "gpt2", "--stage", "2", "--stage", "3"}, "--stage is given twice"},
+      {{"plan", "--preset", "gpt2", "--stage", "2", "--zshard-stage=3"},
+       "--stage and --zshard-stage both"},
+      {{"plan", "--preset", "gpt2", "--optimizer-tier", "device", "--offload-optimizer", "nvme"},
+       "--optimizer-tier and --offload-optimizer both set the option offload.optimizer"},
+      {{"plan", "--preset", "gpt2", "--zshard-offload-nvme-dir=/tmp", "--nvme-dir", "/tmp"},
+       "--nvme-dir and --zshard-offload-nvme-dir both"},
       {{"plan", "--preset", "gpt2", "extra"}, "extra"},
       {{"plan", "--preset", "gpt2", "--", "--json"}, "--"},
   };

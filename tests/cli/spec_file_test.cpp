@@ -83,6 +83,13 @@ TEST(SpecFile, WhatIsWrongIsSaidWithItsPlace) {
       {R"({"units": [{"name": "u", "parameters": []}], "program": ["u"]})", "program[0]"},
       {R"({"units": [], "groups": {"g": {"lr": "x"}}})", "groups.g.lr"},
       {R"({"units": [], "groups": []})", "groups"},
+      {R"({"units": []})", "units: the model has no parameters"},
+      {R"({"units": [{"name": "u", "parameters": []}]})", "has no parameters"},
+      {R"({"units": [{"name": "u", "parameters": [{"name": "p", "shape": [0, 4]}]}]})",
+       "has no parameters"},
+      {R"({"units": [{"name": "u", "parameters": [{"name": "p", "shape": [1], "group": "ma"}]}],
+           "groups": {"mat": {}}})",
+       "units[0].parameters[0].group: there is no group 'ma' in \"groups\". Did you mean 'mat'?"},
   };
   for (const auto& [text, part] : cases) {
     try {
@@ -91,6 +98,8 @@ TEST(SpecFile, WhatIsWrongIsSaidWithItsPlace) {
     } catch (const UsageError& error) {
       EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << text << "\n"
                                                                          << error.what();
+      EXPECT_EQ(std::string(error.what()).find("json.exception"), std::string::npos)
+          << error.what();
     }
   }
 }
