@@ -51,8 +51,11 @@ Json parse(std::string_view text) {
   try {
     return Json::parse(text.begin(), text.end(), watch);
   } catch (const Json::parse_error& error) {
-    throw UsageError("the DeepSpeed configuration is no JSON, at byte " +
-                     std::to_string(error.byte) + " of " + std::to_string(text.size()));
+    throw UsageError(error.byte > text.size()
+                         ? "the DeepSpeed configuration is no JSON: it ends too early, after " +
+                               std::to_string(text.size()) + " bytes"
+                         : "the DeepSpeed configuration is no JSON, at byte " +
+                               std::to_string(error.byte) + " of " + std::to_string(text.size()));
   } catch (const Json::exception&) {
     throw UsageError("the DeepSpeed configuration holds a number that no machine type holds");
   }

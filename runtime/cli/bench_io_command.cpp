@@ -239,6 +239,11 @@ ExitCode BenchIoCommand::run(const std::vector<std::string>& others) {
     throw UsageError("io_uring cannot be had: " + offload::io_uring_refusal());
   }
   const std::int64_t free = free_disk({directory_});
+  if (size_ > free) {
+    throw IoError(base::quoted(directory_) + ": --size is " + base::human_bytes(size_) + ", and " +
+                  base::human_bytes(free) +
+                  " are free there. Give a smaller --size or another --dir, or free space.");
+  }
   std::vector<Measurement> table;
   std::string refusal;
   Measurement best;

@@ -147,7 +147,10 @@ TEST_F(BenchIo, NumbersOutOfRangeAreRefused) {
 TEST_F(BenchIo, DiskThatIsTooSmallIsToldBeforeAnythingIsWritten) {
   const Ending end = bench({"--size", "900TiB"});
   EXPECT_EQ(end.code(), 3) << end.text();
-  EXPECT_NE(end.output.find("free"), std::string::npos) << end.output;
+  EXPECT_NE(end.output.find("--size is 900.00 TiB, and "), std::string::npos) << end.output;
+  EXPECT_NE(end.output.find("are free there. Give a smaller --size"), std::string::npos)
+      << end.output;
+  EXPECT_EQ(end.output.find("rank"), std::string::npos) << end.output;
 }
 
 TEST(BenchIoDirectories, WhatCannotBeMeasuredIsSaid) {
