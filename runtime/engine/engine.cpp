@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/base/log.hpp"
+#include "runtime/base/quote.hpp"
 #include "runtime/engine/core.hpp"
 #include "zshard/error.hpp"
 
@@ -110,7 +112,17 @@ MicroSteps::Iterator& MicroSteps::Iterator::operator++() {
 
 Engine::Engine(const ModelSpec& spec, const Optimizer& optimizer, const ProcessGroup& group,
                EngineOptions options)
-    : core_(std::make_shared<engine::Core>(spec, optimizer, group, options)) {}
+    : core_(std::make_shared<engine::Core>(spec, optimizer, group, options)) {
+  // The directory alone moves nothing to a disk: whoever names one has likely forgotten the tier.
+  const OffloadOptions& tiers = options.offload;
+  if (!tiers.nvme_dir.empty() && tiers.optimizer != Tier::nvme && tiers.gradients != Tier::nvme &&
+      tiers.parameters != Tier::nvme && group.rank() == 0) {
+    base::log_warning(base::Topic::engine, group.rank(),
+                      "offload.nvme_dir is {}, but no tier is nvme: nothing lies there. Set "
+                      "offload.optimizer, offload.gradients or offload.parameters = nvme.",
+                      base::quoted(tiers.nvme_dir));
+  }
+}
 
 Engine::~Engine() {
   if (!core_->here()) {

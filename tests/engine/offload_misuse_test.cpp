@@ -4,9 +4,12 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 
+#include "runtime/base/log.hpp"
 #include "tests/engine/offload_lab.hpp"
 
 namespace zshard::lab::disk {
@@ -18,6 +21,31 @@ void expect_refused(int world, const EngineOptions& options, const std::string& 
     const Engine engine(model(), AdamW{}, group, options);
   });
   expect_all(ends, type, parts, what);
+}
+
+// The directory alone moves nothing to a disk.
+TEST(Offload, ADirectoryThatNoTierUsesIsAWarning) {
+  const auto warnings = [](const EngineOptions& options) {
+    std::mutex mutex;
+    std::vector<std::string> lines;
+    const base::LogSink before = base::set_log_sink([&](const base::LogRecord& record) {
+      const std::lock_guard lock(mutex);
+      if (record.level == base::LogLevel::warning) lines.emplace_back(record.message);
+    });
+    run_ranks(2, [&](const ProcessGroup& group) {
+      const Engine engine(model(), AdamW{}, group, options);
+    });
+    base::set_log_sink(before);
+    return std::count_if(lines.begin(), lines.end(), [](const std::string& line) {
+      return line.find("no tier is nvme") != std::string::npos;
+    });
+  };
+  EngineOptions options;
+  EXPECT_EQ(warnings(options), 0);
+  options.offload.nvme_dir = lab::nvme_directory();
+  EXPECT_EQ(warnings(options), 1) << "from one rank";
+  options.offload.optimizer = Tier::nvme;
+  EXPECT_EQ(warnings(options), 0);
 }
 
 TEST(Offload, DirectoriesThatCannotServeAreUsageErrorsOnEveryRank) {
