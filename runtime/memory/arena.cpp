@@ -40,6 +40,8 @@ namespace {
                     " bytes: " + base::system_reason(errno) + ". " + remedy);
 }
 
+/// Where the reason itself names the limit, if it is one.
+constexpr const char* kSmaller = "Shard over more ranks or lower the budgets";
 constexpr const char* kRemedy =
     "Shard over more ranks, lower the budgets, or raise the limit (ulimit -v)";
 
@@ -100,16 +102,16 @@ std::shared_ptr<Arena> Arena::make_shared(std::int64_t bytes) {
   const std::int64_t reserved = round_to_arena(bytes);
   base::Descriptor memory(memfd_create("zshard", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.valid()) {
-    refuse("make a memfd for", bytes, kRemedy);
+    refuse("make a memfd for", bytes, kSmaller);
   }
   // Past this limit the kernel would send SIGXFSZ.
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
       limit.rlim_cur < static_cast<rlim_t>(reserved)) {
     errno = EFBIG;
-    refuse("size the memfd of", bytes, kRemedy);
+    refuse("size the memfd of", bytes, kSmaller);
   }
-  if (ftruncate(memory.get(), reserved) != 0) refuse("size the memfd of", bytes, kRemedy);
+  if (ftruncate(memory.get(), reserved) != 0) refuse("size the memfd of", bytes, kSmaller);
   // Reserved now: later a lack of memory would be a SIGBUS.
   int refused = 0;
   do {
@@ -118,7 +120,7 @@ std::shared_ptr<Arena> Arena::make_shared(std::int64_t bytes) {
   if (refused != 0)
     refuse("reserve the pages of", bytes, "Free memory, or raise the memory limit of the job");
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    refuse("seal the memfd of", bytes, kRemedy);
+    refuse("seal the memfd of", bytes, kSmaller);
   }
   std::byte* data = map_shared(memory.get(), reserved);
   if (data == MAP_FAILED) refuse("map", bytes, kRemedy);

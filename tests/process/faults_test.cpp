@@ -747,6 +747,8 @@ TEST(ProcessFaults, ALimitOfMemoryOrDescriptorsIsAnErrorOnEveryRankThatSaysWhatT
           if (static_cast<int>(r) == rank) {
             EXPECT_NE(ends[r].output.find(c.remedy), std::string::npos)
                 << what << ": " << ends[r].text();
+            EXPECT_TRUE(c.limit != "FSIZE" || ends[r].output.find("ulimit -v") == std::string::npos)
+                << what << ": " << ends[r].text();
           } else if (c.before == "engine") {
             EXPECT_NE(ends[r].output.find("rank " + std::to_string(rank)), std::string::npos)
                 << what << ": " << ends[r].text();
