@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <system_error>
 #include <utility>
@@ -132,18 +133,27 @@ Pass pass_of(const std::string& name, const std::string& where) {
   wrong(where, "the pass is " + base::quoted(name) + ", must be forward, recompute or backward");
 }
 
+/// What every optimizer wants of it; the engine's own message speaks of calls.
+void set_hyper(std::optional<double>& value, const Json& json, const char* name,
+               const std::string& where, bool fraction) {
+  set_number(value, json, name, where);
+  if (!value || (*value >= 0.0 && (!fraction || *value < 1.0))) return;
+  wrong(where + "." + name, "it is " + json.at(name).dump() + ", must be at least 0" +
+                                (fraction ? " and less than 1" : ""));
+}
+
 void read_groups(ModelSpec& spec, const Json& json, const std::string& where) {
   if (!json.is_object()) wrong(where, "expected an object, found " + std::string(json.type_name()));
   for (const auto& [name, values] : json.items()) {
     const std::string here = where + "." + name;
     check_object(values, here, {"lr", "weight_decay", "beta1", "beta2", "eps", "momentum"});
     HyperParameters hyper;
-    set_number(hyper.lr, values, "lr", here);
-    set_number(hyper.weight_decay, values, "weight_decay", here);
-    set_number(hyper.beta1, values, "beta1", here);
-    set_number(hyper.beta2, values, "beta2", here);
-    set_number(hyper.eps, values, "eps", here);
-    set_number(hyper.momentum, values, "momentum", here);
+    set_hyper(hyper.lr, values, "lr", here, false);
+    set_hyper(hyper.weight_decay, values, "weight_decay", here, false);
+    set_hyper(hyper.beta1, values, "beta1", here, true);
+    set_hyper(hyper.beta2, values, "beta2", here, true);
+    set_hyper(hyper.eps, values, "eps", here, false);
+    set_hyper(hyper.momentum, values, "momentum", here, true);
     spec.group(name, hyper);
   }
 }
