@@ -7,6 +7,7 @@
 // a shell reports 143, other ranks end with code 1 and an error that names the rank; nothing is
 // left behind.
 #include <cblas.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <exception>
@@ -20,6 +21,18 @@
 #include "output.hpp"
 #include "session.hpp"
 #include "zshard/zshard.hpp"
+
+namespace {
+
+/// Says why the program gives up, and leaves without the exit handlers of libraries: short of
+/// memory OpenBLAS' own waits for ever.
+[[noreturn]] void give_up(int code, const char* reason) {
+  std::fprintf(stderr, "gpt: %s\n", reason);
+  std::fflush(nullptr);
+  _exit(code);
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   gpt::prepare_streams();
@@ -42,19 +55,14 @@ int main(int argc, char** argv) {
     }
     return 0;
   } catch (const gpt::ConfigError& error) {
-    std::fprintf(stderr, "gpt: %s\n", error.what());
-    return 2;
+    give_up(2, error.what());
   } catch (const zshard::UsageError& error) {
-    std::fprintf(stderr, "gpt: %s\n", error.what());
-    return 2;
+    give_up(2, error.what());
   } catch (const zshard::OutOfMemory& error) {
-    std::fprintf(stderr, "gpt: %s\n", error.what());
-    return 2;
+    give_up(2, error.what());
   } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "gpt: out of memory; use a smaller model, --batch or --ranks\n");
-    return 2;
+    give_up(2, "out of memory; use a smaller model, --batch or --ranks");
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "gpt: %s\n", error.what());
-    return 1;
+    give_up(1, error.what());
   }
 }

@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "runtime/base/system_reason.hpp"
 #include "runtime/comm/group.hpp"
 #include "runtime/comm/launcher.hpp"
 #include "runtime/comm/machine_group.hpp"
@@ -129,7 +130,8 @@ void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions op
           .leave(std::string("its thread could not start: ") + error.what());
     }
     for (std::thread& thread : threads) thread.join();
-    throw OutOfMemory("run_ranks: cannot start " + std::to_string(n) + " threads: " + error.what());
+    throw OutOfMemory("run_ranks: cannot start a thread for each rank, " + std::to_string(n) +
+                      " in all: " + base::system_reason(error.code().value()));
   }
   for (std::thread& thread : threads) thread.join();
   const Failure* first = nullptr;

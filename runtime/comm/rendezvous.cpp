@@ -376,6 +376,11 @@ bool Rendezvous::alive(int r) const {
 }
 
 CommError Rendezvous::lost(int r, const std::string& what) const {
+  if (errno == EPIPE || errno == ECONNRESET) {
+    return CommError("the ranks' meeting: " + what + " rank " + std::to_string(r) + ": rank " +
+                     std::to_string(r) + " is gone (its process " + std::to_string(process(r)) +
+                     " has ended, or given up)");
+  }
   return CommError("the ranks' meeting: " + what + " rank " + std::to_string(r) + " (process " +
                    std::to_string(process(r)) + ") failed: " + base::system_reason(errno) +
                    "; it may have ended, or the limit of open files (ulimit -n) is too low");

@@ -1,7 +1,8 @@
 #include "runtime/engine/blueprint.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
-#include <cstdio>
 #include <vector>
 
 #include "optimizers/rule.hpp"
@@ -11,10 +12,9 @@
 namespace zshard::engine {
 namespace {
 
+/// The shortest text that only this number has.
 std::string exact(double x) {
-  char text[64];
-  std::snprintf(text, sizeof text, "%a", x);
-  return text;
+  return fmt::format("{}", x);
 }
 
 void refuse(const std::string& what) {
