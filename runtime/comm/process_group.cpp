@@ -131,7 +131,8 @@ void run_ranks(int n, const std::function<void(ProcessGroup)>& fn, RunOptions op
     }
     for (std::thread& thread : threads) thread.join();
     throw OutOfMemory("run_ranks: cannot start a thread for each rank, " + std::to_string(n) +
-                      " in all: " + base::system_reason(error.code().value()));
+                      " in all: " + base::system_reason(error.code().value()) +
+                      "; raise the limits (ulimit -u, ulimit -v)");
   }
   for (std::thread& thread : threads) thread.join();
   const Failure* first = nullptr;
