@@ -501,9 +501,9 @@ TEST_F(Program, ShortOfAddressSpaceItEndsWithTheReason) {
 #ifdef ZSHARD_SANITIZER
   GTEST_SKIP() << "a sanitizer takes more address space than the limit leaves";
 #else
-  // Enough for the program, not for a thread's stack.
-  EXPECT_EQ(run_as_is(small() + " --ranks 1 --steps 1 2>&1 </dev/null", "ulimit -v 60000; "), 2)
-      << output_;
+  // Enough for the program and the worker of OpenBLAS, not for the stack of one more thread.
+  const std::string limits = "ulimit -s 8192; ulimit -v 60000; OPENBLAS_NUM_THREADS=2 ";
+  EXPECT_EQ(run_as_is(small() + " --ranks 1 --steps 1 2>&1 </dev/null", limits), 2) << output_;
   EXPECT_NE(output_.find("ulimit -v"), std::string::npos) << output_;
 #endif
 }
