@@ -205,7 +205,7 @@ fi
 if [ $quick = 1 ]; then
   fuzz release 20
 else
-  fuzz release 60
+  fuzz release 40
   build asan all
   mapfile -t names < <(binaries asan)
   [ ${#names[@]} -eq 0 ] || run_binaries 2400 asan "${names[@]}"
