@@ -52,6 +52,7 @@ class CudaDevice final : public Device {
   void record(NativeEvent event, NativeStream stream) override;
   void wait(NativeStream stream, NativeEvent event) override;
   [[nodiscard]] bool reached(NativeEvent event) override;
+  [[nodiscard]] bool passed(NativeEvent event) override;
   void copy(void* target, const void* source, std::int64_t bytes, NativeStream stream) override;
   void fill(void* target, int value, std::int64_t bytes, NativeStream stream) override;
 

@@ -54,6 +54,8 @@ class Device {
   virtual void wait(NativeStream stream, NativeEvent event) = 0;
   /// Whether the event is complete. Does not wait.
   [[nodiscard]] virtual bool reached(NativeEvent event) = 0;
+  /// The same for a thread that only watches: nobody touches memory because of the answer.
+  [[nodiscard]] virtual bool passed(NativeEvent event) = 0;
 
   /// Between any two memories, on `stream`. Host memory must stay as it is until the copy is
   /// complete.

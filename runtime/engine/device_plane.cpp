@@ -588,7 +588,7 @@ double* DevicePlane::host_blocks() const {
 void DevicePlane::check_communicators() {
   if (!endpoint_.failed()) return;
   check_disk();
-  (void)device_.reached(handed_);  // a fault of this rank's own device is the cause: it throws
+  (void)device_.passed(handed_);  // a fault of this rank's own device is the cause: it throws
   throw CommError(endpoint_.failure());
 }
 
@@ -677,7 +677,7 @@ void DevicePlane::watch() {
     std::string failure;
     try {
       if (endpoint_.failed()) failure = endpoint_.failure();
-      (void)device_.reached(handed_);  // throws what has become of the device
+      (void)device_.passed(handed_);  // throws what has become of the device
       for (comm::Communicator* c : {parts_.gather.get(), parts_.reduce.get()}) {
         if (c == nullptr) continue;
         const auto text = c->failure();
@@ -692,7 +692,7 @@ void DevicePlane::watch() {
         // What it has queued before it went may still complete.
         for (Stream* stream : {&gathers_, &reduces_}) {
           const std::uint64_t count = stream->count.load(std::memory_order_acquire);
-          if (count != 0 && !device_.reached(stream->done[(count - 1) % Stream::kEvents])) {
+          if (count != 0 && !device_.passed(stream->done[(count - 1) % Stream::kEvents])) {
             failure = std::string(stream == &gathers_ ? "a gather" : "a reduction") +
                       " on the device of rank " + std::to_string(rank_) +
                       " cannot complete: " + who;
@@ -705,7 +705,7 @@ void DevicePlane::watch() {
         const std::uint64_t count = stream->count.load(std::memory_order_acquire);
         while (last.done < count) {
           if (count - last.done > Stream::kEvents) last.done = count - Stream::kEvents;
-          if (!device_.reached(stream->done[last.done % Stream::kEvents])) break;
+          if (!device_.passed(stream->done[last.done % Stream::kEvents])) break;
           ++last.done;
           last.since = Clock::now();
         }

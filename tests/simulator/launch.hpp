@@ -36,4 +36,18 @@ T* reach(T* memory) {
 /// The text is copied.
 void name_stream(cudaStream_t stream, const char* name);
 
+/// While it lives, what the calling thread sees to be complete (queries, synchronisation) orders
+/// nothing: neither its own calls nor those of other threads. For watchers, which see more or less
+/// as time goes.
+class Watching {
+ public:
+  Watching();
+  ~Watching();
+  Watching(const Watching&) = delete;
+  Watching& operator=(const Watching&) = delete;
+
+ private:
+  bool before_;
+};
+
 }  // namespace simulator

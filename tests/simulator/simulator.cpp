@@ -113,6 +113,11 @@ void acquire(const void* token) {
   State::get().acquire(token);
 }
 
+Watching::Watching() : before_(std::exchange(State::get().thread().watching, true)) {}
+Watching::~Watching() {
+  State::get().thread().watching = before_;
+}
+
 void touch(const char* name, const void* memory, std::int64_t bytes, bool write) {
   if (bytes <= 0) return;
   State::get().touch(name, address(memory), address(memory) + static_cast<std::uintptr_t>(bytes),

@@ -112,6 +112,7 @@ struct ThreadState {
   std::optional<std::size_t> id;                   // in clocks, once it touched memory
   std::uint64_t touches = 0;
   bool in_worker = false;
+  bool watching = false;  // sees without learning
 };
 
 class State {

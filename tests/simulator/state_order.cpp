@@ -9,6 +9,7 @@ namespace simulator {
 
 void State::learn(int ordinal, const Clock& clock) {
   ThreadState& mine = thread();
+  if (mine.watching) return;
   mine.known.join(clock);
   SimulatedDevice& on = device(ordinal);
   const std::lock_guard lock(on.host_mutex);

@@ -174,6 +174,27 @@ TEST_F(Races, ThreadsOfOneDeviceShareWhatTheyKnow) {
   EXPECT_EQ(all_races(), "");
 }
 
+TEST_F(Races, WhatAWatcherSeesOrdersNothing) {
+  cudaStream_t a = make_stream("a");
+  cudaStream_t b = make_stream("b");
+  auto* memory = device_memory<float>(kCount);
+  CHECK_CUDA(write("write", a, memory, kCount));
+  std::thread([&] {
+    const simulator::Watching watching;
+    EXPECT_CUDA(cudaStreamSynchronize(a));
+  }).join();
+  {
+    const simulator::Watching watching;
+    CHECK_CUDA(cudaStreamSynchronize(a));
+  }
+  CHECK_CUDA(write("again", b, memory, kCount));
+  ASSERT_EQ(simulator::races().size(), 1U);
+  // Only as long as it watches.
+  CHECK_CUDA(cudaStreamSynchronize(b));
+  CHECK_CUDA(write("third", a, memory, kCount));
+  EXPECT_EQ(simulator::races().size(), 1U);
+}
+
 TEST_F(Races, ThreadsOfDifferentDevicesSayWhatTheyHandOver) {
   // Pinned memory that two devices use in turn.
   auto* shared = pinned_memory<float>(kCount);
