@@ -138,7 +138,7 @@ run_binaries() {
   say "run $preset: $*"
   GTEST_OUTPUT="xml:$repository/build/$preset/results/" GTEST_COLOR=no GTEST_FILTER="$filter" \
     timeout -k 10 "$limit" ${launcher[@]+"${launcher[@]}"} ctest --test-dir "build/$preset" \
-    -R "^($pattern)\$" --output-on-failure --no-tests=error \
+    --parallel "$(nproc)" -R "^($pattern)\$" --output-on-failure --no-tests=error \
     --output-junit "$repository/build/$preset/results/ctest.xml" < /dev/null \
     > "build/$preset/results/ctest.log" 2>&1 ||
     # Without the cases that passed: the last RUN line is where a crash was.

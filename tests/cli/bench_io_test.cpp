@@ -171,7 +171,8 @@ TEST(BenchIoDirectories, PageCacheIsNotMeasured) {
   if (statfs("/dev/shm", &system) != 0 || system.f_type != kTmpfs) {
     GTEST_SKIP() << "/dev/shm is no tmpfs";
   }
-  const Ending end = run_tool({"bench", "io", "--dir", "/dev/shm", "--size", "64KiB"});
+  const Directory directory("/dev/shm");
+  const Ending end = run_tool({"bench", "io", "--dir", directory.path(), "--size", "64KiB"});
   EXPECT_EQ(end.code(), 2) << end.text();
   EXPECT_NE(end.output.find("page cache"), std::string::npos) << end.output;
 }

@@ -35,8 +35,8 @@ inline Ending run_script(const std::string& script) {
 /// A directory that goes with its owner.
 class Directory {
  public:
-  Directory() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "zshard_cli_XXXXXX").string();
+  explicit Directory(const std::filesystem::path& below = std::filesystem::temp_directory_path()) {
+    std::string pattern = (below / "zshard_test_cli_XXXXXX").string();
     if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("no directory");
     path_ = pattern;
   }

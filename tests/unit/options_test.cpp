@@ -441,7 +441,7 @@ TEST(ValidateOptions, ParameterTiersNeedStage3) {
 class OptionFile : public testing::Test {
  protected:
   OptionFile() {
-    std::string pattern = testing::TempDir() + "/zshard_options_XXXXXX";
+    std::string pattern = testing::TempDir() + "/zshard_test_options_XXXXXX";
     directory_ = ::mkdtemp(pattern.data());
     path_ = directory_ + "/options.conf";
   }
