@@ -15,7 +15,7 @@ inline constexpr std::int64_t kPosixBlock = std::int64_t{4} << 20;
 /// requests of block_bytes.
 int posix_threads(std::int64_t block_bytes, int depth);
 
-/// `threads` requests run at a time, and as many may be in flight. Throws std::system_error.
+/// `threads` requests run at a time, and as many more may wait. Throws std::system_error.
 std::unique_ptr<Driver> make_posix_driver(std::vector<int> files, int threads);
 
 }  // namespace zshard::offload
