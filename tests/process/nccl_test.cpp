@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <nccl.h>
 
+#include <atomic>
 #include <filesystem>
 #include <numeric>
 
@@ -337,6 +338,12 @@ const lab::Scenario gone("nccl gone", [](const Json& a) {
   const ncclResult_t error = me.error_within(a["patience"]);
   const std::string text = ncclGetLastError(me.comm());
   const bool hangs = cudaStreamQuery(me.stream()) == cudaErrorNotReady;
+  // The other survivor, if it is slower, must not see this one end.
+  std::atomic<int>& ready = Children::inherited_page().ready;
+  ready.fetch_add(1);
+  for (int i = 0; ready.load() < me.size() - 1 && i < 20'000; ++i) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
   const std::int64_t before = lab::now();
   me.abort();
   say({{"error", error},
