@@ -118,7 +118,8 @@ std::vector<std::vector<double>> raw_lines(IoBackendKind backend, const std::str
                                            std::int64_t bytes, int passes) {
   zshard::OffloadOptions options;
   options.io_backend = backend;
-  // As fio does: 1 MiB x 8, and no more memory than that. Threads need what they take up next.
+  // As fio does: 1 MiB x 8, and io_uring in no more memory than that. Threads of the posix backend
+  // go on at once only if as much again lies ready.
   options.io_block_bytes = kMiB;
   options.io_depth = 8;
   StoreDisk ours(bytes, options, backend == IoBackendKind::posix ? 4 : 2, 4 * kMiB);

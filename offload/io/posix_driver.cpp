@@ -41,7 +41,7 @@ class PosixDriver final : public Driver {
  public:
   PosixDriver(std::vector<int> files, int threads)
       : files_(std::move(files)),
-        count_(threads),
+        thread_count_(threads),
         requests_(static_cast<std::size_t>(capacity())),
         completions_(static_cast<std::size_t>(capacity())) {
     threads_.reserve(static_cast<std::size_t>(threads));
@@ -81,9 +81,9 @@ class PosixDriver final : public Driver {
   void wake() noexcept override { event(); }
   // As many again wait for their turn: a thread that is done goes on with the next at once, instead
   // of sleeping until whoever submits has been told.
-  int capacity() const override { return 2 * count_; }
+  int capacity() const override { return 2 * thread_count_; }
   std::string name() const override {
-    return fmt::format("posix, {} thread{}", count_, count_ == 1 ? "" : "s");
+    return fmt::format("posix, {} thread{}", thread_count_, thread_count_ == 1 ? "" : "s");
   }
 
  private:
@@ -134,7 +134,7 @@ class PosixDriver final : public Driver {
   }
 
   std::vector<int> files_;
-  int count_;
+  int thread_count_;
   std::mutex mutex_;
   std::condition_variable posted_;
   Ring<RawRequest> requests_;
