@@ -136,7 +136,7 @@ run_binaries() {
   local pattern name
   pattern=$(IFS='|'; echo "$*")
   say "run $preset: $*"
-  # Beside each other: many cases wait for a deadline most of their time.
+  # Beside each other, but for those that CMake says run alone.
   GTEST_OUTPUT="xml:$repository/build/$preset/results/" GTEST_COLOR=no GTEST_FILTER="$filter" \
     timeout -k 10 "$limit" ${launcher[@]+"${launcher[@]}"} ctest --test-dir "build/$preset" \
     --parallel "$(nproc)" -R "^($pattern)\$" --output-on-failure --no-tests=error \

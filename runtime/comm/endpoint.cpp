@@ -167,9 +167,7 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     if (static_cast<std::int32_t>(at - (arrival ? call.count : call.finishes)) >= 0) continue;
     // Only for an error: a wait allocates nothing.
     const auto what = [&] {
-      PackedSignature mine{};
-      board_->read_signature(rank_, call.sequence, &mine);
-      return describe_(mine) + " on rank " + std::to_string(rank_) + " cannot complete: rank " +
+      return text(call.sequence) + " on rank " + std::to_string(rank_) + " cannot complete: rank " +
              std::to_string(r);
     };
     if (gone) return what() + " is gone (" + *gone + ")";
@@ -190,6 +188,31 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
                   ? ": it is in " + to_string(*elsewhere) +
                         ", and every rank must make the same collective calls in the same order"
                   : std::string("; raise deadline_seconds if it is only slow"));
+    }
+  }
+  return {};
+}
+
+std::string Endpoint::text(std::uint64_t sequence) const {
+  PackedSignature mine{};
+  board_->read_signature(rank_, sequence, &mine);
+  return describe_(mine);
+}
+
+std::string Endpoint::waits() const {
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    const Board::LaneWords& mine = board_->rank(rank_).lane[lane];
+    const std::uint32_t arrived = mine.arrived.load(std::memory_order_acquire);
+    const std::uint32_t done = mine.done.load(std::memory_order_acquire);
+    for (int r = 0; r < world_; ++r) {
+      const Board::LaneWords& peer = board_->rank(r).lane[lane];
+      const auto late = [](const std::atomic<std::uint32_t>& at, std::uint32_t wanted) {
+        return static_cast<std::int32_t>(at.load(std::memory_order_acquire) - wanted) < 0;
+      };
+      if (late(peer.arrived, arrived) || late(peer.done, done)) {
+        return text(mine.sequence.load(std::memory_order_relaxed)) + " waits for rank " +
+               std::to_string(r);
+      }
     }
   }
   return {};

@@ -51,8 +51,14 @@ class Endpoint {
   [[nodiscard]] bool failed() const { return board_->failed(); }
   [[nodiscard]] std::string failure() const { return board_->failure(); }
 
+  /// What a collective that was published is, for messages. From any thread, as is what follows.
+  [[nodiscard]] std::string text(std::uint64_t sequence) const;
+  /// The meeting that this rank has come to and a peer has not: "gather of unit u0 ... waits for
+  /// rank 1"; "" if there is none.
+  [[nodiscard]] std::string waits() const;
+
   /// The watchdog's report: this rank's last collectives, and where every rank stands.
-  /// docs/errors.md explains it. From any thread.
+  /// docs/errors.md explains it.
   [[nodiscard]] std::string report() const;
 
  private:

@@ -135,8 +135,9 @@ void DevicePlane::catch_up() {
   order(reduces_.stream, compute_);
 }
 
-void DevicePlane::finish_item(Stream& stream) {
+void DevicePlane::finish_item(Stream& stream, const Work& work) {
   const std::uint64_t number = stream.count.load(std::memory_order_relaxed);
+  stream.sequence[number % Stream::kEvents].store(work.sequence, std::memory_order_relaxed);
   device_.record(stream.done[number % Stream::kEvents], stream.stream);
   stream.count.store(number + 1, std::memory_order_release);
 }
@@ -221,7 +222,7 @@ void DevicePlane::gather_item(const Work& work) {
       copy_gradients(work.item.unit, work.half);
     }
   }
-  finish_item(gathers_);
+  finish_item(gathers_, work);
   if (ring != nullptr && ring->must_finish()) {
     await(ring_read_, "a copy of parameters");
     ring_pending_ = false;
@@ -352,13 +353,13 @@ void DevicePlane::reduce_item(const Work& work) {
   endpoint_.meet(comm::Lane::reduce, work.sequence, 0);
   device_.wait(reduces_.stream, handed_);  // gradients are written
   reduce_unit(work);
-  finish_item(reduces_);
+  finish_item(reduces_, work);
   endpoint_.part(comm::Lane::reduce);
 }
 
 void DevicePlane::exchange_votes(const Work& work) {
   DataPlane::exchange_votes(work);
-  finish_item(reduces_);  // an item of the queue like the others
+  finish_item(reduces_, work);  // an item of the queue like the others
 }
 
 void DevicePlane::reduce_unit(const Work& work) {
@@ -652,6 +653,11 @@ std::string DevicePlane::unit_text(const Work& work) const {
   return (work.item.kind == ItemKind::reduce ? "reduce of unit " : "gather of unit ") + unit;
 }
 
+std::string DevicePlane::item_text(const Stream& stream, std::uint64_t done) const {
+  return endpoint_.text(stream.sequence[done % Stream::kEvents].load(std::memory_order_relaxed)) +
+         " on the device of rank " + std::to_string(rank_);
+}
+
 /// Ends the collectives under way, on every rank: each one's watchdog sees the failure.
 void DevicePlane::break_off(const std::string& message) noexcept {
   try {
@@ -688,17 +694,7 @@ void DevicePlane::watch() {
           failure = "rank " + std::to_string(rank_) + ": NCCL reports: " + *text;
         }
       }
-      if (const std::string who = failure.empty() ? departed() : ""; !who.empty()) {
-        // What it has queued before it went may still complete.
-        for (Stream* stream : {&gathers_, &reduces_}) {
-          const std::uint64_t count = stream->count.load(std::memory_order_acquire);
-          if (count != 0 && !device_.passed(stream->done[(count - 1) % Stream::kEvents])) {
-            failure = std::string(stream == &gathers_ ? "a gather" : "a reduction") +
-                      " on the device of rank " + std::to_string(rank_) +
-                      " cannot complete: " + who;
-          }
-        }
-      }
+      const std::string who = failure.empty() ? departed() : "";
       int which = 0;
       for (Stream* stream : {&gathers_, &reduces_}) {
         Seen& last = seen[which++];
@@ -710,12 +706,16 @@ void DevicePlane::watch() {
           last.since = Clock::now();
         }
         if (last.done == count) last.since = Clock::now();
-        if (failure.empty() && seconds_since(last.since) > deadline_) {
-          failure =
-              "rank " + std::to_string(rank_) + ": a collective on the device is not complete " +
-              "after " + fmt::format("{:g}", deadline_) +
-              " s: a peer, or the work queued before it, is late; raise deadline_seconds if a "
-              "step takes that long";
+        if (!failure.empty() || last.done == count) continue;
+        if (!who.empty()) {  // what it has queued before it went may still complete
+          if (device_.passed(stream->done[(count - 1) % Stream::kEvents])) continue;
+          failure = item_text(*stream, last.done) + " cannot complete: " + who;
+        } else if (seconds_since(last.since) > deadline_) {
+          const std::string waits = endpoint_.waits();
+          failure = item_text(*stream, last.done) + " is not complete after " +
+                    fmt::format("{:g}", deadline_) + " s: " +
+                    (waits.empty() ? "a peer, or the work queued before it, is late" : waits) +
+                    "; raise deadline_seconds if a step takes that long";
         }
       }
     } catch (const std::exception& error) {

@@ -128,6 +128,7 @@ class DevicePlane final : public DataPlane {
     device::NativeStream stream;
     static constexpr std::uint64_t kEvents = 64;
     std::array<device::NativeEvent, kEvents> done{};
+    std::array<std::atomic<std::uint64_t>, kEvents> sequence{};  // of the item, for messages
     std::atomic<std::uint64_t> count{0};
   };
   [[nodiscard]] Stream& of(Queue queue) { return queue == Queue::gather ? gathers_ : reduces_; }
@@ -151,7 +152,7 @@ class DevicePlane final : public DataPlane {
   void close_piece(int k, const Work& work);
   static void run_keeper(void* object, std::uint64_t piece);
   void keep(int k);
-  void finish_item(Stream& stream);
+  void finish_item(Stream& stream, const Work& work);
   void wait_item(device::NativeStream waiting, Stream& stream, std::uint64_t count);
   /// What is queued on `later` from now on comes behind all that is on `earlier`.
   void order(device::NativeStream earlier, device::NativeStream later);
@@ -168,6 +169,8 @@ class DevicePlane final : public DataPlane {
   void check_communicators();
   void watch();
   [[nodiscard]] std::string departed() const;
+  /// The stream's first item that is not complete, if `done` of them are.
+  [[nodiscard]] std::string item_text(const Stream& stream, std::uint64_t done) const;
   template <class Body>
   void with_peers(const Work& work, Body&& body);
   void gather_item(const Work& work);

@@ -16,11 +16,8 @@
 
 namespace zshard::lab {
 
-#ifdef ZSHARD_SANITIZER
-inline constexpr double kDeadline = 20.0;  // seconds
-#else
-inline constexpr double kDeadline = 2.0;  // seconds
-#endif
+/// Seconds that a machine which others use must not take, and nobody waits.
+inline constexpr double kDeadline = 20.0;
 
 struct Outcome {
   std::string type = "nothing";  // "UsageError", ..., "other" for an exception that is not ours

@@ -21,7 +21,7 @@ using lab::expect_error;
 using lab::Json;
 using lab::Variables;
 
-constexpr double kDeadline = lab::kSanitized ? 5.0 : 2.0;
+constexpr double kDeadline = lab::kSanitized ? 5.0 : 3.0;
 // The rest is for a loaded machine.
 constexpr double kSlack = lab::kSanitized ? 20.0 : 4.0;
 

@@ -198,15 +198,15 @@ const lab::Scenario forking_threads("fork of threads", [](const Json& a) {
 TEST(Lifetime, AForkedChildGetsUsageErrorsAndItsParentTrainsOn) {
   for (const int stage : {0, 3}) {
     for (const bool inline_queues : {false, true}) {
-#ifdef __SANITIZE_THREAD__
-      if (!inline_queues) continue;  // it ends a child of threads that starts one
-#endif
+      // Sanitizers end or hang a child of fork() whose parent had threads that worked meanwhile:
+      // theirs is the heap, and its locks stay as they were.
+      if (lab::kSanitized && !inline_queues) continue;
       const Json how = {{"stage", stage}, {"inline", inline_queues}};
       auto ends = run_job(2, "fork", how);
-#ifndef __SANITIZE_THREAD__
-      const auto of_threads = run_job(1, "fork of threads", how);
-      ends.insert(ends.end(), of_threads.begin(), of_threads.end());
-#endif
+      if (!lab::kSanitized) {
+        const auto of_threads = run_job(1, "fork of threads", how);
+        ends.insert(ends.end(), of_threads.begin(), of_threads.end());
+      }
       lab::expect_success(ends, "stage " + std::to_string(stage));
       for (const Ending& end : ends) EXPECT_EQ(end.said()["child"], 0) << end.text();
     }

@@ -359,7 +359,7 @@ TEST_F(ProcessOffload, ALimitOfLockedMemoryIsComparedWithAllRanksBeforeTheyRegis
 TEST_F(ProcessOffload, AKillInTheMiddleOfAStepLeavesNothingAndNamesTheRank) {
   const int kills = lab::exhaustive() ? 120 : lab::kSanitized ? 6 : 16;
   constexpr int kWorld = 3;
-  constexpr double kNoticed = lab::kSanitized ? 10.0 : 2.0;
+  constexpr double kNoticed = lab::kSanitized ? 10.0 : 5.0;
   std::mt19937_64 random(31);
   for (int turn = 0; turn < kills; ++turn) {
     const auto victim = static_cast<std::size_t>(turn % kWorld);
