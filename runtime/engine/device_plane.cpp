@@ -602,10 +602,7 @@ void DevicePlane::await(device::NativeEvent event, std::string_view what, bool a
       check_communicators();
     }
     if (seconds_since(start) > deadline_) {
-      const std::string message = "rank " + std::to_string(rank_) +
-                                  ": the device has not finished " + std::string(what) +
-                                  " within " + fmt::format("{:g}", deadline_) +
-                                  " s; raise deadline_seconds if a step takes that long";
+      const std::string message = overdue(what);
       break_off(message);
       throw CommError(message);
     }
@@ -653,9 +650,31 @@ std::string DevicePlane::unit_text(const Work& work) const {
   return (work.item.kind == ItemKind::reduce ? "reduce of unit " : "gather of unit ") + unit;
 }
 
-std::string DevicePlane::item_text(const Stream& stream, std::uint64_t done) const {
-  return endpoint_.text(stream.sequence[done % Stream::kEvents].load(std::memory_order_relaxed)) +
-         " on the device of rank " + std::to_string(rank_);
+std::string DevicePlane::unfinished(const Stream& stream) const {
+  const std::uint64_t count = stream.count.load(std::memory_order_acquire);
+  for (std::uint64_t i = count - std::min(count, Stream::kEvents); i < count; ++i) {
+    if (!device_.passed(stream.done[i % Stream::kEvents])) {
+      return endpoint_.text(stream.sequence[i % Stream::kEvents].load(std::memory_order_relaxed));
+    }
+  }
+  return "";
+}
+
+std::string DevicePlane::overdue(std::string_view what) const {
+  std::string cause;
+  const auto add = [&](const std::string& text) {
+    if (!text.empty()) cause += (cause.empty() ? "" : ", ") + text;
+  };
+  for (const Stream* stream : {&gathers_, &reduces_}) {
+    const std::string item = unfinished(*stream);
+    if (!item.empty()) add(item + " is not complete");
+  }
+  add(endpoint_.waits());
+  return fmt::format(
+      "rank {}: the device has not finished {} within {:g} s: {}; raise deadline_seconds if a step "
+      "takes that long",
+      rank_, what, deadline_,
+      cause.empty() ? "a peer, or the work queued before it, is late" : cause);
 }
 
 /// Ends the collectives under way, on every rank: each one's watchdog sees the failure.
@@ -709,13 +728,10 @@ void DevicePlane::watch() {
         if (!failure.empty() || last.done == count) continue;
         if (!who.empty()) {  // what it has queued before it went may still complete
           if (device_.passed(stream->done[(count - 1) % Stream::kEvents])) continue;
-          failure = item_text(*stream, last.done) + " cannot complete: " + who;
+          failure = unfinished(*stream) + " on the device of rank " + std::to_string(rank_) +
+                    " cannot complete: " + who;
         } else if (seconds_since(last.since) > deadline_) {
-          const std::string waits = endpoint_.waits();
-          failure = item_text(*stream, last.done) + " is not complete after " +
-                    fmt::format("{:g}", deadline_) + " s: " +
-                    (waits.empty() ? "a peer, or the work queued before it, is late" : waits) +
-                    "; raise deadline_seconds if a step takes that long";
+          failure = overdue("a collective");
         }
       }
     } catch (const std::exception& error) {

@@ -169,8 +169,10 @@ class DevicePlane final : public DataPlane {
   void check_communicators();
   void watch();
   [[nodiscard]] std::string departed() const;
-  /// The stream's first item that is not complete, if `done` of them are.
-  [[nodiscard]] std::string item_text(const Stream& stream, std::uint64_t done) const;
+  /// The stream's first item that the device has not completed; "" if there is none.
+  [[nodiscard]] std::string unfinished(const Stream& stream) const;
+  /// Says that the deadline has passed for `what`, and what it may have waited for.
+  [[nodiscard]] std::string overdue(std::string_view what) const;
   template <class Body>
   void with_peers(const Work& work, Body&& body);
   void gather_item(const Work& work);
