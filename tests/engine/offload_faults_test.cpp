@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "tests/engine/offload_lab.hpp"
+#include "tests/offload/forwarding_driver.hpp"
 
 namespace zshard::lab::disk {
 namespace {
@@ -34,23 +35,16 @@ class Recorder {
   std::array<std::atomic<std::int64_t>, 8> writes_{};
 };
 
-class RecordingDriver final : public offload::Driver {
+class RecordingDriver final : public offload::testing::ForwardingDriver {
  public:
   RecordingDriver(std::unique_ptr<Driver> inner, std::shared_ptr<Recorder> recorder, int rank)
-      : inner_(std::move(inner)), recorder_(std::move(recorder)), rank_(rank) {}
+      : ForwardingDriver(std::move(inner)), recorder_(std::move(recorder)), rank_(rank) {}
   void start(const offload::RawRequest& request) override {
     recorder_->saw(request, rank_);
-    inner_->start(request);
+    ForwardingDriver::start(request);
   }
-  std::size_t reap(std::span<offload::RawCompletion> out, std::int64_t microseconds) override {
-    return inner_->reap(out, microseconds);
-  }
-  void wake() noexcept override { inner_->wake(); }
-  [[nodiscard]] int capacity() const override { return inner_->capacity(); }
-  [[nodiscard]] std::string name() const override { return inner_->name(); }
 
  private:
-  std::unique_ptr<Driver> inner_;
   std::shared_ptr<Recorder> recorder_;
   int rank_;
 };

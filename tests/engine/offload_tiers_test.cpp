@@ -17,6 +17,7 @@
 
 #include "runtime/memory/arena.hpp"
 #include "tests/engine/offload_lab.hpp"
+#include "tests/offload/forwarding_driver.hpp"
 
 namespace zshard::lab::disk {
 namespace {
@@ -283,25 +284,21 @@ class Journal {
   int phase_ = 0;
 };
 
-class JournalDriver final : public offload::Driver {
+class JournalDriver final : public offload::testing::ForwardingDriver {
  public:
   JournalDriver(std::unique_ptr<Driver> inner, std::shared_ptr<Journal> journal)
-      : inner_(std::move(inner)), journal_(std::move(journal)) {}
+      : ForwardingDriver(std::move(inner)), journal_(std::move(journal)) {}
   void start(const offload::RawRequest& request) override {
     journal_->start(request);
-    inner_->start(request);
+    ForwardingDriver::start(request);
   }
   std::size_t reap(std::span<offload::RawCompletion> out, std::int64_t microseconds) override {
-    const std::size_t count = inner_->reap(out, microseconds);
+    const std::size_t count = ForwardingDriver::reap(out, microseconds);
     for (std::size_t i = 0; i < count; ++i) journal_->end(out[i].tag);
     return count;
   }
-  void wake() noexcept override { inner_->wake(); }
-  [[nodiscard]] int capacity() const override { return inner_->capacity(); }
-  [[nodiscard]] std::string name() const override { return inner_->name(); }
 
  private:
-  std::unique_ptr<Driver> inner_;
   std::shared_ptr<Journal> journal_;
 };
 

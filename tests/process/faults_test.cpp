@@ -17,6 +17,7 @@
 
 #include "offload/io/driver.hpp"
 #include "runtime/shard/layout.hpp"
+#include "tests/offload/forwarding_driver.hpp"
 #include "tests/process/scenario.hpp"
 
 namespace zshard {
@@ -118,27 +119,20 @@ const lab::Scenario fault("fault", [](const Json& a) {
 });
 
 /// Stops its process at the first write after arm().
-class StoppingDriver final : public offload::Driver {
+class StoppingDriver final : public offload::testing::ForwardingDriver {
  public:
-  explicit StoppingDriver(std::unique_ptr<Driver> inner) : inner_(std::move(inner)) {}
+  explicit StoppingDriver(std::unique_ptr<Driver> inner) : ForwardingDriver(std::move(inner)) {}
   static void arm() { armed().store(true); }
   void start(const offload::RawRequest& request) override {
     if (request.operation == offload::Operation::write && armed().exchange(false)) raise(SIGSTOP);
-    inner_->start(request);
+    ForwardingDriver::start(request);
   }
-  std::size_t reap(std::span<offload::RawCompletion> out, std::int64_t microseconds) override {
-    return inner_->reap(out, microseconds);
-  }
-  void wake() noexcept override { inner_->wake(); }
-  [[nodiscard]] int capacity() const override { return inner_->capacity(); }
-  [[nodiscard]] std::string name() const override { return inner_->name(); }
 
  private:
   static std::atomic<bool>& armed() {
     static std::atomic<bool> instance{false};
     return instance;
   }
-  std::unique_ptr<Driver> inner_;
 };
 
 // A group with all the time in the world, an engine without: what waits in neither's queues.
