@@ -14,6 +14,11 @@ namespace {
 // Seconds after which a rank that is in another call has not just been on its way out of it.
 constexpr double kCrossed = 0.1;
 
+/// Counts wrap around.
+bool behind(const std::atomic<std::uint32_t>& word, std::uint32_t wanted) {
+  return static_cast<std::int32_t>(word.load(std::memory_order_acquire) - wanted) < 0;
+}
+
 }  // namespace
 
 Endpoint::Endpoint(std::shared_ptr<Group> group, std::shared_ptr<Board> board,
@@ -104,8 +109,9 @@ bool Endpoint::everyone(Lane lane, bool arrival) const {
   const Call& call = calls_[static_cast<std::size_t>(lane)];
   for (int r = 0; r < world_; ++r) {
     const Board::LaneWords& words = board_->rank(r).lane[static_cast<std::size_t>(lane)];
-    const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
-    if (static_cast<std::int32_t>(at - (arrival ? call.count : call.finishes)) < 0) return false;
+    if (arrival ? behind(words.arrived, call.count) : behind(words.done, call.finishes)) {
+      return false;
+    }
   }
   return true;
 }
@@ -163,8 +169,9 @@ std::string Endpoint::missing(Lane lane, bool arrival, double waited) const {
     const bool left = peer.left.load(std::memory_order_acquire) != 0;
     const auto gone = group_->gone(r);
     const Board::LaneWords& words = peer.lane[static_cast<std::size_t>(lane)];
-    const std::uint32_t at = (arrival ? words.arrived : words.done).load(std::memory_order_acquire);
-    if (static_cast<std::int32_t>(at - (arrival ? call.count : call.finishes)) >= 0) continue;
+    if (!(arrival ? behind(words.arrived, call.count) : behind(words.done, call.finishes))) {
+      continue;
+    }
     // Only for an error: a wait allocates nothing.
     const auto what = [&] {
       return text(call.sequence) + " on rank " + std::to_string(rank_) + " cannot complete: rank " +
@@ -206,10 +213,7 @@ std::string Endpoint::waits() const {
     const std::uint32_t done = mine.done.load(std::memory_order_acquire);
     for (int r = 0; r < world_; ++r) {
       const Board::LaneWords& peer = board_->rank(r).lane[lane];
-      const auto late = [](const std::atomic<std::uint32_t>& at, std::uint32_t wanted) {
-        return static_cast<std::int32_t>(at.load(std::memory_order_acquire) - wanted) < 0;
-      };
-      if (late(peer.arrived, arrived) || late(peer.done, done)) {
+      if (behind(peer.arrived, arrived) || behind(peer.done, done)) {
         return text(mine.sequence.load(std::memory_order_relaxed)) + " waits for rank " +
                std::to_string(r);
       }

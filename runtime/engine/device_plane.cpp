@@ -635,19 +635,14 @@ void DevicePlane::with_peers(const Work& work, Body&& body) {
       std::this_thread::sleep_for(kNap);
     }
     if (!endpoint_.failed()) {
-      const std::string what = unit_text(work) + " on rank " + std::to_string(rank_);
+      const std::string what = endpoint_.text(work.sequence) + " on rank " + std::to_string(rank_);
       endpoint_.fail(what + " cannot complete: " + (who.empty() ? "" : who + ": ") + error.what());
     }
     check_communicators();
     throw;
   } catch (const DeviceError& error) {
-    throw DeviceError(unit_text(work) + ": " + error.what());
+    throw DeviceError(endpoint_.text(work.sequence) + ": " + error.what());
   }
-}
-
-std::string DevicePlane::unit_text(const Work& work) const {
-  const std::string& unit = blueprint_.spec.units()[static_cast<std::size_t>(work.item.unit)].name;
-  return (work.item.kind == ItemKind::reduce ? "reduce of unit " : "gather of unit ") + unit;
 }
 
 std::string DevicePlane::unfinished(const Stream& stream) const {
@@ -727,9 +722,10 @@ void DevicePlane::watch() {
         if (last.done == count) last.since = Clock::now();
         if (!failure.empty() || last.done == count) continue;
         if (!who.empty()) {  // what it has queued before it went may still complete
-          if (device_.passed(stream->done[(count - 1) % Stream::kEvents])) continue;
-          failure = unfinished(*stream) + " on the device of rank " + std::to_string(rank_) +
-                    " cannot complete: " + who;
+          const std::string item = unfinished(*stream);
+          if (item.empty()) continue;
+          failure =
+              item + " on the device of rank " + std::to_string(rank_) + " cannot complete: " + who;
         } else if (seconds_since(last.since) > deadline_) {
           failure = overdue("a collective");
         }

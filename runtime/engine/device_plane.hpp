@@ -177,7 +177,6 @@ class DevicePlane final : public DataPlane {
   void with_peers(const Work& work, Body&& body);
   void gather_item(const Work& work);
   void reduce_item(const Work& work);
-  [[nodiscard]] std::string unit_text(const Work& work) const;
   void break_off(const std::string& message) noexcept;
   void destroy() noexcept;
 

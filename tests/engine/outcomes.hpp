@@ -16,7 +16,8 @@
 
 namespace zshard::lab {
 
-/// Seconds that a machine which others use must not take, and nobody waits.
+/// Seconds. Of groups and engines whose deadline is not to pass: long, since others may use the
+/// machine.
 inline constexpr double kDeadline = 20.0;
 
 struct Outcome {

@@ -44,7 +44,7 @@ using std::chrono::milliseconds;
 constexpr int kWorld = 3;
 // Survivors hear of a dead process within 200 ms; the rest is for a loaded machine.
 constexpr double kNoticed = lab::kSanitized ? 10.0 : 5.0;
-// Of the tests that wait for it to pass.
+// The deadline of tests that wait for it to pass.
 constexpr double kShort = lab::kSanitized ? 8.0 : 4.0;
 
 EngineOptions options_of(const Json& arguments) {
@@ -243,7 +243,7 @@ TEST(ProcessFaults, EverySurvivorEndsInTimeAndNamesRankOperationAndUnit) {
 
 TEST(ProcessFaults, ARankThatIsStoppedPastTheDeadlineIsNamedAndEndsWithAnErrorAsItGoesOn) {
   for (const bool inline_queues : {false, true}) {
-    Children children(lab::kJobSeconds + kDeadline);
+    Children children(lab::kJobSeconds + 2 * kShort);
     lab::start_job(
         children, kWorld, "fault",
         {{"kind", "SIGSTOP"}, {"victim", 1}, {"inline", inline_queues}, {"deadline", kShort}});
@@ -268,7 +268,7 @@ TEST(ProcessFaults, TheEnginesDeadlineHoldsForTheGroupsCallsAndTheEndOfAStepToo)
   for (const std::string kind : {"call of the loop", "write of the step"}) {
     const std::string dir = testing::TempDir() + "patient_" + std::to_string(getpid());
     std::filesystem::create_directory(dir);
-    Children children(lab::kJobSeconds + kDeadline);
+    Children children(lab::kJobSeconds + 2 * kShort);
     // A disk that others use is waited for as well.
     const double deadline = kind == "write of the step" ? 2 * kShort : kShort;
     lab::start_job(children, kWorld, "patient group",

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "runtime/comm/control.hpp"
+#include "runtime/comm/endpoint.hpp"
 #include "runtime/memory/arena.hpp"
 #include "zshard/error.hpp"
 #include "zshard/process_group.hpp"
@@ -475,6 +476,40 @@ TEST(ControlBoard, ARankThatIsSlowToLeaveACallThatIsOverIsInNone) {
     board.rank(r).done.store(5);
   }
   EXPECT_EQ(board.inside(2), std::nullopt);
+}
+
+// -- meetings of the data plane --
+
+TEST(Endpoint, SaysWhichMeetingWaitsForWhom) {
+  std::atomic<bool> looked{false};
+  run_ranks(3, [&](const ProcessGroup& group) {
+    comm::Endpoint endpoint(
+        group.implementation(), group.implementation()->make_board(8, 8), 20,
+        [](const comm::PackedSignature& s) { return "item " + std::to_string(s[0]); });
+    EXPECT_EQ(endpoint.waits(), "");
+    for (const std::uint64_t i : {0, 1}) endpoint.publish(i, {40 + i});
+    EXPECT_EQ(endpoint.text(1), "item 41");
+    endpoint.meet(comm::Lane::gather, 0, 0);
+    endpoint.finish(comm::Lane::gather);
+    if (group.rank() == 1) {
+      while (!looked) std::this_thread::yield();
+    }
+    std::thread watcher;
+    if (group.rank() == 0) {
+      watcher = std::thread([&] {
+        std::string text;
+        while ((text = endpoint.waits()).empty()) std::this_thread::yield();
+        EXPECT_EQ(text, "item 41 waits for rank 1");
+        looked = true;
+      });
+    }
+    endpoint.meet(comm::Lane::reduce, 1, 0);
+    endpoint.part(comm::Lane::reduce);
+    if (watcher.joinable()) watcher.join();
+    group.barrier();
+    EXPECT_EQ(endpoint.waits(), "");
+    group.barrier();  // a peer's endpoint that has gone is another matter
+  });
 }
 
 }  // namespace
